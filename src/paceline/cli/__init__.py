@@ -1,0 +1,52 @@
+"""The command line: one thin file a command; the module of a command is imported only when it is asked for."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+COMMANDS = {
+    "demo": "the whole path on an embedded small target: prepare, plan, train, evaluate, export, report",
+    "prepare": "chats to a tokenised store with loss masks and lengths",
+    "regenerate": "answers to prompts by the target itself",
+    "plan": "dry run: buckets, padding, windows",
+    "train": "train a drafter, or go on where a run stopped",
+    "evaluate": "decode held-out prompts speculatively and measure acceptance length",
+    "export": "drafter folder for SGLang, vLLM and z-lab dflash",
+    "report": "one HTML file that explains a run",
+}
+
+
+def _overview() -> str:
+    width = max(map(len, COMMANDS))
+    rows = "\n".join(f"  {name:<{width}}  {text}" for name, text in COMMANDS.items())
+    return (
+        "usage: paceline COMMAND [ARGUMENTS]\n\n"
+        "Trains DFlash drafters: small models that draft a block of tokens at once,\n"
+        "which your language model verifies in one pass.\n\n"
+        f"commands:\n{rows}\n\n"
+        "`paceline COMMAND --help` explains one with an example. First look: `paceline demo`.\n"
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code: 0 done, 1 failed, 2 misused, 130 interrupted."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("-h", "--help", "help"):
+        sys.stdout.write(_overview())
+        return 0 if words else 2
+    if words[0] in ("-V", "--version"):
+        from paceline import __version__
+
+        sys.stdout.write(f"paceline {__version__}\n")
+        return 0
+    from paceline.cli import frame
+
+    if words[0] not in COMMANDS:
+        from paceline.config import suggestion
+
+        frame.stderr.print(f"[bold red]error:[/] {words[0]}: unknown command; {suggestion(words[0], list(COMMANDS))}")
+        return 2
+    module = importlib.import_module(f"paceline.cli.{words[0]}")
+    return frame.guarded(module.run, words[1:])

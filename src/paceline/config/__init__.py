@@ -1,0 +1,40 @@
+"""Settings: the schema, and reading it from YAML and dotted flags with every fault in one line."""
+
+from __future__ import annotations
+
+from paceline.config.load import dump_settings, known_names, load_settings, setting_rows, suggestion, validate_settings
+from paceline.config.objective import ObjectiveConfig
+from paceline.config.plan import PlanConfig
+from paceline.config.schema import (
+    CheckpointConfig,
+    DataConfig,
+    DrafterConfig,
+    EvaluateConfig,
+    FlowConfig,
+    ObserveConfig,
+    OptimizerConfig,
+    Settings,
+    TargetConfig,
+    TrainConfig,
+)
+
+__all__ = [
+    "CheckpointConfig",
+    "DataConfig",
+    "DrafterConfig",
+    "EvaluateConfig",
+    "FlowConfig",
+    "ObjectiveConfig",
+    "ObserveConfig",
+    "OptimizerConfig",
+    "PlanConfig",
+    "Settings",
+    "TargetConfig",
+    "TrainConfig",
+    "dump_settings",
+    "known_names",
+    "load_settings",
+    "setting_rows",
+    "suggestion",
+    "validate_settings",
+]

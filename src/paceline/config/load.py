@@ -1,0 +1,242 @@
+"""Reads settings from YAML and dotted flags; reports every fault at once, one line each, with file and line.
+
+No torch: a misspelt key must be answered in well under a second.
+"""
+
+from __future__ import annotations
+
+import difflib
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin
+
+import yaml
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails, PydanticUndefined
+
+from paceline.config.schema import Settings
+from paceline.errors import ConfigError
+
+KeyPath = tuple[str, ...]
+"""Keys from the root of the settings down to one value; list positions are written as their number."""
+
+
+def load_settings(path: str | Path | None, overrides: Mapping[str, str] | None = None) -> Settings:
+    """Settings of a YAML file, overridden by dotted flags.
+
+    Args:
+        path: YAML file, or None for flags alone.
+        overrides: dotted name → text as typed (``{"optimizer.lr": "3e-4"}``), read as YAML values.
+
+    Returns:
+        The validated settings.
+
+    Raises:
+        ConfigError: one line per fault: ``file:line: key = value: what is wrong; what to do``.
+    """
+    document, origins, faults = _read_document(path) if path is not None else ({}, {}, [])
+    for name, text in (overrides or {}).items():
+        faults += _apply_override(document, origins, name, text)
+    if faults:
+        raise ConfigError(*faults)
+    return validate_settings(document, origins, str(path) if path is not None else "command line")
+
+
+def validate_settings(document: Any, origins: Mapping[KeyPath, str], source: str) -> Settings:
+    """Settings from a nested mapping.
+
+    Args:
+        document: nested mapping as YAML gives it.
+        origins: place (``file:line`` or ``--flag``) by path, for the faults.
+        source: name of the whole document, for values that stand nowhere.
+
+    Raises:
+        ConfigError: one line per fault.
+    """
+    try:
+        return Settings.model_validate(document)
+    except ValidationError as fault:
+        raise ConfigError(*_fault_lines(fault, document, origins, source)) from None
+
+
+def dump_settings(settings: Settings) -> str:
+    """Resolved settings as YAML, every key written out, in the order of the schema."""
+    return yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False, width=120)
+
+
+def setting_rows(model: type[BaseModel] = Settings, prefix: KeyPath = ()) -> Iterator[tuple[str, str, str, str]]:
+    """Every setting as (dotted name, type, default, sentence), for help texts and documentation."""
+    for name, info in model.model_fields.items():
+        inner = _section_of(info)
+        if inner is not None:
+            yield from setting_rows(inner, (*prefix, name))
+        else:
+            default = "required" if info.is_required() else yaml.safe_dump(_default_of(info), default_flow_style=True)
+            text = default.replace("\n...", "").strip()
+            yield ".".join((*prefix, name)), _type_text(info.annotation), text, info.description or ""
+
+
+def known_names() -> list[str]:
+    """Dotted names of all settings."""
+    return [name for name, *_ in setting_rows()]
+
+
+def suggestion(name: str, allowed: Sequence[str]) -> str:
+    """The nearest allowed name as a hint, or the list where it is short, or nothing."""
+    near = difflib.get_close_matches(name, allowed, n=1, cutoff=0.6)
+    if near:
+        return f"did you mean {near[0]}?"
+    return f"allowed: {', '.join(allowed)}" if len(allowed) <= 14 else "see `paceline train --help` for all names"
+
+
+def _default_of(info: FieldInfo) -> Any:
+    return None if info.default is PydanticUndefined else info.default
+
+
+def _section_of(info: FieldInfo) -> type[BaseModel] | None:
+    kind = info.annotation
+    return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
+
+
+def _type_text(kind: Any) -> str:
+    origin = get_origin(kind)
+    if origin is Literal:
+        return " | ".join(str(value) for value in get_args(kind))
+    if origin in (Union, types.UnionType):
+        return " | ".join(_type_text(part) for part in get_args(kind) if part is not type(None))
+    if origin is not None:
+        return f"{origin.__name__}[{', '.join(_type_text(part) for part in get_args(kind))}]"
+    return getattr(kind, "__name__", str(kind))
+
+
+def _read_document(path: str | Path) -> tuple[dict[str, Any], dict[KeyPath, str], list[str]]:
+    file = Path(path)
+    try:
+        text = file.read_text(encoding="utf-8")
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        document = yaml.safe_load(text)
+    except FileNotFoundError:
+        raise ConfigError(f"{file}: no such settings file; give the path of a YAML file") from None
+    except (OSError, UnicodeDecodeError) as fault:
+        raise ConfigError(f"{file}: cannot be read as text ({fault}); give the path of a YAML file") from None
+    except yaml.MarkedYAMLError as fault:
+        line = fault.problem_mark.line + 1 if fault.problem_mark else 1
+        raise ConfigError(f"{file}:{line}: not valid YAML: {fault.problem}") from None
+    except yaml.YAMLError as fault:
+        raise ConfigError(f"{file}: not valid YAML: {fault}") from None
+    if document is None:
+        document = {}
+    if not isinstance(document, dict):
+        raise ConfigError(f"{file}:1: settings are a mapping of sections, this is a {type(document).__name__}")
+    origins: dict[KeyPath, str] = {}
+    faults: list[str] = []
+    if node is not None:
+        _collect_origins(node, (), file, origins, faults)
+    return document, origins, faults
+
+
+def _collect_origins(
+    node: yaml.Node, path: KeyPath, file: Path, origins: dict[KeyPath, str], faults: list[str]
+) -> None:
+    origins.setdefault(path, f"{file}:{node.start_mark.line + 1}")
+    if isinstance(node, yaml.MappingNode):
+        seen: set[str] = set()
+        for key, value in node.value:
+            name = str(key.value)
+            if name in seen:
+                faults.append(f"{file}:{key.start_mark.line + 1}: {'.'.join((*path, name))} is given twice; keep one")
+            seen.add(name)
+            origins[(*path, name)] = f"{file}:{key.start_mark.line + 1}"
+            _collect_origins(value, (*path, name), file, origins, faults)
+    elif isinstance(node, yaml.SequenceNode):
+        for position, value in enumerate(node.value):
+            _collect_origins(value, (*path, str(position)), file, origins, faults)
+
+
+def _apply_override(document: dict[str, Any], origins: dict[KeyPath, str], name: str, text: str) -> list[str]:
+    path = tuple(name.replace("-", "_").split("."))
+    flag = f"--{name}"
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        value = text
+    if isinstance(value, str):
+        value = _number(value)
+    if ".".join(path) not in known_names():
+        return [f"{flag}: unknown setting; {suggestion('.'.join(path), known_names())}"]
+    place = document
+    for key in path[:-1]:
+        inner = place.get(key)
+        if not isinstance(inner, dict):
+            inner = {}
+            place[key] = inner
+        place = inner
+    place[path[-1]] = value
+    origins[path] = flag
+    return []
+
+
+def _number(text: str) -> Any:
+    """YAML 1.1 reads 3e-4 as text; people mean the number."""
+    try:
+        return float(text) if any(c.isdigit() for c in text) and "e" in text.lower() else text
+    except ValueError:
+        return text
+
+
+def _fault_lines(fault: ValidationError, document: Any, origins: Mapping[KeyPath, str], source: str) -> list[str]:
+    lines = [
+        (_place(tuple(str(part) for part in error["loc"]), origins, source), _explain(error, document))
+        for error in fault.errors(include_url=False)
+    ]
+    return [f"{place}: {text}" for place, text in lines]
+
+
+def _place(path: KeyPath, origins: Mapping[KeyPath, str], source: str) -> str:
+    while path and path not in origins:
+        path = path[:-1]
+    return origins.get(path, source)
+
+
+def _explain(error: ErrorDetails, document: Any) -> str:
+    path = tuple(str(part) for part in error["loc"])
+    name = ".".join(path)
+    kind = error["type"]
+    if kind == "extra_forbidden":
+        owner = _model_at(path[:-1])
+        allowed = list(owner.model_fields) if owner is not None else []
+        everywhere = [known for known in known_names() if known.rsplit(".", 1)[-1] == path[-1]]
+        hint = f"did you mean {everywhere[0]}?" if len(everywhere) == 1 else suggestion(path[-1], allowed)
+        return f"{name}: unknown key; {hint}"
+    if kind == "missing":
+        return f"{name}: required but not given; {_sentence(path)}"
+    shown = "" if isinstance(error["input"], (dict, list)) and kind == "value_error" else f" = {_short(error['input'])}"
+    message = error["msg"].removeprefix("Value error, ")
+    if kind == "literal_error":
+        choices = [str(choice).strip("'") for choice in error["ctx"]["expected"].replace(" or ", ", ").split(", ")]
+        return f"{name}{shown}: not allowed; {suggestion(str(error['input']), choices)} (one of {', '.join(choices)})"
+    message = message.removeprefix("Input should be ")
+    text = message if kind == "value_error" else f"must be {message}"
+    sentence = _sentence(path)
+    return f"{name}{shown}: {text}" + (f" ({sentence})" if sentence and kind != "value_error" else "")
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _model_at(path: KeyPath) -> type[BaseModel] | None:
+    model: type[BaseModel] | None = Settings
+    for key in path:
+        info = model.model_fields.get(key) if model is not None else None
+        model = _section_of(info) if info is not None else None
+    return model
+
+
+def _sentence(path: KeyPath) -> str:
+    owner = _model_at(path[:-1])
+    info = owner.model_fields.get(path[-1]) if owner is not None and path else None
+    return (info.description or "").split(". ")[0].rstrip(".") if info is not None else ""

@@ -1,0 +1,219 @@
+"""Settings of a run: strict, frozen pydantic models, a sentence under each field. No torch here.
+
+`Settings` is one YAML file. Every key has its default here and nowhere else; the command line help, the resolved
+configuration in the run directory and the examples are all derived from these models.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from paceline.config.objective import ObjectiveConfig
+from paceline.config.plan import PlanConfig
+from paceline.config.section import Section
+
+DataType = Literal["float32", "bfloat16", "float16"]
+
+
+class TargetConfig(Section):
+    """The frozen language model that the drafter will speed up."""
+
+    path: str
+    """Folder of a Hugging Face causal language model, or its hub name."""
+    dtype: DataType = "bfloat16"
+    """Type of the target's weights and of the features that it hands over."""
+    taps: list[int] | None = None
+    """Tapped layers: id i is the output of 0-based decoder layer i. Unset: spread over the depth by the usual rule."""
+    num_taps: int = Field(default=5, ge=1)
+    """How many layers to tap when `taps` is unset."""
+    attention: Literal["auto", "eager", "sdpa", "flash_attention_2"] = "auto"
+    """Attention implementation that transformers is asked for."""
+    trust_remote_code: bool = False
+    """Whether code that comes with the target may run."""
+
+
+class DataConfig(Section):
+    """What the drafter learns from, and where its tokens are kept."""
+
+    train: list[str] = []
+    """JSONL files of chats (`messages`) whose answers are the target's own."""
+    heldout: list[str] = []
+    """JSONL files of chats that are never trained on; their prompts measure acceptance."""
+    store: str | None = None
+    """Folder of the tokenised store. Unset: `store` inside the run directory."""
+    max_length: int = Field(default=4096, ge=4)
+    """Longest sample in tokens; what happens to longer ones is `on_too_long`."""
+    on_too_long: Literal["drop", "cut"] = "drop"
+    """Leave longer samples out, or cut them at `max_length`; both are counted and reported."""
+    workers: int = Field(default=1, ge=1)
+    """Processes that tokenise."""
+
+
+class DrafterConfig(Section):
+    """Shape of the drafter. What is unset is taken from the target and written out in the resolved configuration."""
+
+    num_layers: int = Field(default=5, ge=1)
+    """Draft layers."""
+    block_size: int = Field(default=16, ge=2)
+    """Slots of a block; slot 0 holds the anchor, the others are drafts."""
+    num_anchors: int = Field(default=512, ge=1)
+    """At most this many anchors a sample and epoch."""
+    mask_token_id: int | None = Field(default=None, ge=0)
+    """Token in the draft slots. Unset: the tokenizer's own mask token, and refused where it has none."""
+    hidden_size: int | None = Field(default=None, ge=1)
+    """Width; must equal the target's, whose embedding and head the drafter shares."""
+    intermediate_size: int | None = Field(default=None, ge=1)
+    """Width of the MLP."""
+    num_attention_heads: int | None = Field(default=None, ge=1)
+    """Query heads."""
+    num_key_value_heads: int | None = Field(default=None, ge=1)
+    """Key and value heads."""
+    head_dim: int | None = Field(default=None, ge=2)
+    """Size of a head."""
+    layers: list[Literal["full", "sliding"]] | None = None
+    """Attention kind per draft layer. Unset: all full."""
+    sliding_window: int | None = Field(default=None, ge=1)
+    """Window of the sliding layers in tokens, measured from the query."""
+    causal: bool | None = None
+    """Whether slots see only earlier slots of their block. Unset: full layers no, sliding layers yes."""
+    rope_theta: float | None = Field(default=None, gt=0)
+    """Base of the rotary embedding."""
+    rms_norm_eps: float | None = Field(default=None, gt=0)
+    """Epsilon of the norms."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Compute type; master weights, rotary tables and losses are always float32."""
+    attention: Literal["auto", "flex", "split", "dense"] = "auto"
+    """Attention backend: flex on CUDA, split elsewhere; dense is the slow reference."""
+    head_chunk: int = Field(default=2048, ge=1)
+    """Supervised slots whose logits exist at once."""
+
+    @model_validator(mode="after")
+    def _layers_match(self) -> DrafterConfig:
+        if self.layers is not None and len(self.layers) != self.num_layers:
+            raise ValueError(
+                f"layers lists {len(self.layers)} kinds for num_layers {self.num_layers}; list one a layer"
+            )
+        if self.layers is not None and "sliding" in self.layers and self.sliding_window is None:
+            raise ValueError("layers has sliding ones but sliding_window is unset; give the window in tokens")
+        if self.sliding_window is not None and (self.layers is None or "sliding" not in self.layers):
+            raise ValueError("sliding_window is set but no layer is sliding; list `layers` or drop the window")
+        return self
+
+
+class OptimizerConfig(Section):
+    """AdamW on float32 master weights."""
+
+    lr: float = Field(default=6e-4, gt=0)
+    """Peak learning rate."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """Decoupled weight decay of the matrices; norms have none."""
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    """Decay of the first moment."""
+    beta2: float = Field(default=0.95, ge=0, lt=1)
+    """Decay of the second moment."""
+    eps: float = Field(default=1e-8, gt=0)
+    """Added to the root of the second moment."""
+    schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
+    """Shape of the learning rate after warm-up; wsd is stable and then decays over its last fifth."""
+    warmup: float = Field(default=0.04, ge=0, lt=1)
+    """Share of all steps over which the learning rate rises from zero."""
+    final_lr: float = Field(default=0.0, ge=0, le=1)
+    """Learning rate at the end as a share of the peak."""
+    clip_norm: float = Field(default=1.0, gt=0)
+    """Gradient norm above which the gradient is scaled down."""
+
+
+class TrainConfig(Section):
+    """How long to train."""
+
+    epochs: int = Field(default=6, ge=1)
+    """Passes over the data."""
+    max_steps: int | None = Field(default=None, ge=1)
+    """Stop after this many optimizer steps, wherever the epoch is. Unset: all epochs."""
+
+
+class FlowConfig(Section):
+    """How stages are joined and where they run."""
+
+    mode: Literal["pipeline", "inline"] = "pipeline"
+    """One process per role, joined by channels; or the same stages one after another in one process (the reference)."""
+    delivery: Literal["ordered", "ready"] = "ready"
+    """Order of micro-batches inside a window: the plan's, or as they become ready. Windows never change."""
+    target_devices: list[str] = ["cpu"]
+    """One target worker per entry, for example cuda:0."""
+    drafter_devices: list[str] = ["cpu"]
+    """One drafter rank per entry."""
+    threads: int = Field(default=1, ge=1)
+    """CPU threads of each worker process."""
+    prefetch_batches: int = Field(default=4, ge=1)
+    """Host batches collated ahead of each target worker."""
+    pool_buffers: int = Field(default=4, ge=2)
+    """Feature buffers that cross from targets to drafters; the only backpressure there."""
+    stall_limit_s: float = Field(default=600.0, gt=0)
+    """A stage that reports nothing for this long is named and the run is stopped."""
+
+
+class CheckpointConfig(Section):
+    """When the run's state is written, and how much of it is kept."""
+
+    every_steps: int = Field(default=500, ge=1)
+    """Optimizer steps between checkpoints; the last step always writes one."""
+    keep_last: int = Field(default=2, ge=1)
+    """Newest checkpoints that are kept."""
+
+
+class EvaluateConfig(Section):
+    """Real decoding of held-out prompts."""
+
+    num_prompts: int = Field(default=64, ge=1)
+    """At most this many prompts, the first of the file."""
+    max_new_tokens: int = Field(default=256, ge=1)
+    """Longest answer."""
+    dtype: Literal["float64", "float32", "bfloat16"] = "float32"
+    """Compute type of the decode loop. In float64 the output must equal greedy decoding exactly."""
+
+
+class ObserveConfig(Section):
+    """Who hears what the run measures. metrics.jsonl in the run directory is always written."""
+
+    every_steps: int = Field(default=1, ge=1)
+    """Optimizer steps between metric lines."""
+    console: Literal["auto", "rich", "plain", "quiet"] = "auto"
+    """Progress on the terminal; auto is rich on a terminal and plain lines elsewhere."""
+    wandb: Literal["off", "offline", "online"] = "off"
+    """Mirror to Weights & Biases (extra `wandb`)."""
+    wandb_project: str = "paceline"
+    """Project of the mirror."""
+
+
+class Settings(Section):
+    """All settings of one run."""
+
+    run_dir: str
+    """Directory of the run: resolved configuration, store, metrics, checkpoints, report."""
+    seed: int = Field(default=0, ge=0)
+    """Key of all randomness."""
+    target: TargetConfig
+    """The target."""
+    data: DataConfig = DataConfig()
+    """The data."""
+    plan: PlanConfig = PlanConfig()
+    """The plan."""
+    drafter: DrafterConfig = DrafterConfig()
+    """The drafter."""
+    objective: ObjectiveConfig = ObjectiveConfig()
+    """What is minimised."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """The optimizer."""
+    train: TrainConfig = TrainConfig()
+    """How long."""
+    flow: FlowConfig = FlowConfig()
+    """The pipeline."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """Checkpoints."""
+    evaluate: EvaluateConfig = EvaluateConfig()
+    """Evaluation."""
+    observe: ObserveConfig = ObserveConfig()
+    """Metrics and who hears them."""

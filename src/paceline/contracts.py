@@ -1,0 +1,218 @@
+"""The types that pass through doors: frozen dataclasses, one direction, metadata riding in the data.
+
+PlannedBatch → HostBatch → FeatureBatch → StepReport. Beside them the facts of a target and the sample store's face.
+
+Shape letters: B documents, W padded width, S real tokens of the batch (packed, documents in row order), A anchors of
+the batch, N·H number of taps × hidden size of the target.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import numpy as np
+    from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedBatch:
+    """One micro-batch of an epoch's plan: which rows go together, in which optimizer window.
+
+    Attributes:
+        index: position in the epoch's order.
+        epoch: 0-based epoch.
+        window: 0-based optimizer window of the epoch; one window is one optimizer step.
+        replica: drafter replica that trains it.
+        slot: place inside the window and replica.
+        bucket: packing class or reporting bucket (0 = shortest).
+        rows: row numbers in the store = sample ids, int64 [B].
+        width: padded width in tokens; no row is longer.
+        real_tokens: sum of the rows' lengths.
+        padded_tokens: B · width.
+        draft_positions: anchors × block size that the drafter computes for it.
+    """
+
+    index: int
+    epoch: int
+    window: int
+    replica: int
+    slot: int
+    bucket: int
+    rows: np.ndarray
+    width: int
+    real_tokens: int
+    padded_tokens: int
+    draft_positions: int
+
+
+@dataclass(frozen=True, slots=True)
+class HostBatch:
+    """A planned batch with its tokens, right-padded, on the host.
+
+    Attributes:
+        planned: where it comes from.
+        ids: token ids, int64 [B, W]; positions at and after ``lengths`` hold the pad id.
+        loss_mask: True where the token is supervised, bool [B, W]; False on padding.
+        lengths: real tokens per row, int64 [B].
+        anchors: anchor positions within their document, ascending per document, int64 [A].
+        anchor_counts: anchors per document, int64 [B]; sums to A.
+    """
+
+    planned: PlannedBatch
+    ids: np.ndarray
+    loss_mask: np.ndarray
+    lengths: np.ndarray
+    anchors: np.ndarray
+    anchor_counts: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class FeatureBatch:
+    """A host batch with what the target saw: features of the real tokens, padding stripped.
+
+    Attributes:
+        host: the batch it was made from.
+        features: tap outputs, concatenated in tap order, [S, N·H]; documents follow one another in row order.
+        last_hidden: input of the target's final norm [S, H], when an objective needs teacher distributions; else None.
+    """
+
+    host: HostBatch
+    features: Tensor
+    last_hidden: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """A quantity that reduces exactly over micro-batches and ranks: add numerators, add denominators, divide once."""
+
+    numerator: float
+    denominator: float
+
+    @property
+    def value(self) -> float:
+        """numerator / denominator; NaN when nothing was counted."""
+        return self.numerator / self.denominator if self.denominator else float("nan")
+
+
+@dataclass(frozen=True, slots=True)
+class BucketTotals:
+    """What one bucket contributed to one optimizer step."""
+
+    loss: Ratio
+    micro_batches: int
+    samples: int
+    anchors: int
+    real_tokens: int
+    padded_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """One optimizer step, as it was trained.
+
+    Attributes:
+        step: 1-based optimizer step of the run.
+        epoch, window: where in the plan.
+        loss: (Σ weighted loss, Σ weight) over the whole window.
+        ratios: further metrics by catalogue name, e.g. ``accuracy/slot_1``, ``acceptance/streak``.
+        buckets: per bucket number, its share of the step.
+        batches: plan indices of the micro-batches of this step, in the order in which they were trained.
+        gradient_norm: before clipping.
+        clipped: whether the gradient was scaled down.
+        skipped: whether the step was skipped (non-finite gradient).
+        learning_rate: used in this step.
+        samples, anchors, real_tokens, padded_tokens, draft_positions: totals of the window.
+        seconds: wall time since the previous step ended.
+        waits_s: seconds by stage and state, e.g. ``drafter/starved``.
+    """
+
+    step: int
+    epoch: int
+    window: int
+    loss: Ratio
+    ratios: Mapping[str, Ratio]
+    buckets: Mapping[int, BucketTotals]
+    batches: Sequence[int]
+    gradient_norm: float
+    clipped: bool
+    skipped: bool
+    learning_rate: float
+    samples: int
+    anchors: int
+    real_tokens: int
+    padded_tokens: int
+    draft_positions: int
+    seconds: float
+    waits_s: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class TargetFacts:
+    """What the rest of the house must know of a target, read from its folder without loading weights.
+
+    Attributes:
+        path: as given by the user.
+        architecture: first entry of ``architectures``.
+        model_type: of the text part.
+        num_layers, hidden_size, vocab_size: of the text part; ``vocab_size`` = rows of the embedding.
+        intermediate_size, num_attention_heads, num_key_value_heads, head_dim, rms_norm_eps, rope_theta,
+        max_position_embeddings, initializer_range: defaults for a drafter; None where the target has no such thing.
+        tied_head: whether the head shares the embedding's weights.
+        bos_token_id, eos_token_ids, pad_token_id: None / empty where unset.
+        fingerprint: stable hash of configuration and weights index.
+    """
+
+    path: str
+    architecture: str
+    model_type: str
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+    intermediate_size: int | None
+    num_attention_heads: int | None
+    num_key_value_heads: int | None
+    head_dim: int | None
+    rms_norm_eps: float | None
+    rope_theta: float | None
+    max_position_embeddings: int | None
+    initializer_range: float | None
+    tied_head: bool
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+    pad_token_id: int | None
+    fingerprint: str
+
+
+class SampleSource(Protocol):
+    """A tokenised data set: lengths in memory, tokens on demand."""
+
+    fingerprint: str
+    """Content hash of rows, tokenizer, template and settings."""
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens per row, int64 [num_rows]."""
+        ...
+
+    @property
+    def eligible(self) -> np.ndarray:
+        """Eligible anchor positions per row, int64 [num_rows]."""
+        ...
+
+    def read(self, rows: Sequence[int] | np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Token ids (int64 [length]) and loss mask (bool [length]) of each row, in the order asked for."""
+        ...
+
+
+class AnchorSampler(Protocol):
+    """Chooses the anchors of one sample: ascending positions, keyed by (seed, epoch, sample id)."""
+
+    def __call__(self, loss_mask: np.ndarray, *, seed: int, epoch: int, sample: int, limit: int) -> np.ndarray:
+        """Anchor positions, int64 [min(limit, eligible)]."""
+        ...
+
+
+JsonDict = dict[str, Any]

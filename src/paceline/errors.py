@@ -1,0 +1,84 @@
+"""The exception tree. One line of text per fault: what, where, what is allowed, what to do.
+
+PacelineError
+├── ConfigError (ValueError)         settings that cannot be used; exit code 2
+├── DataError (ValueError)           rows, stores, prompts
+├── PlanError (ValueError)           lengths, budgets, edges
+├── TargetError (ValueError)         a target folder or its taps
+├── DrafterError (ValueError)        a drafter that cannot be built or fed
+├── CheckpointError (OSError)        a checkpoint that cannot be written or read
+├── RunDirectoryError (OSError)      a run directory that belongs to something else
+├── ExportError (ValueError)         a drafter folder that does not say what it must
+├── StageError (RuntimeError)        a stage of the pipeline failed; names stage, batch and samples
+├── TrackerError (RuntimeError)      a metrics sink that cannot start
+└── Interrupted (RuntimeError)       the user asked to stop; exit code 130
+
+Every class pickles (errors cross process borders) and also is the builtin it refines.
+"""
+
+from __future__ import annotations
+
+
+class PacelineError(Exception):
+    """Root of all errors that paceline raises on purpose.
+
+    Args:
+        faults: one line per fault, in the order in which the user should read them.
+    """
+
+    exit_code = 1
+
+    def __init__(self, *faults: str) -> None:
+        self.faults = faults
+        super().__init__(*faults)
+
+    def __str__(self) -> str:
+        return "\n".join(self.faults)
+
+
+class ConfigError(PacelineError, ValueError):
+    """Settings that cannot be used as they stand."""
+
+    exit_code = 2
+
+
+class DataError(PacelineError, ValueError):
+    """Rows, stores or prompts that cannot be used."""
+
+
+class PlanError(PacelineError, ValueError):
+    """Lengths, budgets or edges from which no plan can be made."""
+
+
+class TargetError(PacelineError, ValueError):
+    """A folder that is no usable target, or taps that it does not have."""
+
+
+class DrafterError(PacelineError, ValueError):
+    """A drafter that cannot be built or fed as asked."""
+
+
+class CheckpointError(PacelineError, OSError):
+    """A checkpoint that could not be written or read."""
+
+
+class RunDirectoryError(PacelineError, OSError):
+    """A run directory that belongs to another configuration or to something else."""
+
+
+class ExportError(PacelineError, ValueError):
+    """A drafter folder that does not say what it must."""
+
+
+class StageError(PacelineError, RuntimeError):
+    """A stage of the pipeline failed; the text names stage, batch and samples."""
+
+
+class TrackerError(PacelineError, RuntimeError):
+    """A metrics sink that cannot start."""
+
+
+class Interrupted(PacelineError, RuntimeError):
+    """The user asked to stop."""
+
+    exit_code = 130
