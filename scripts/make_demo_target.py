@@ -16,7 +16,6 @@ import math
 import platform
 import random
 import shlex
-import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
@@ -239,13 +238,20 @@ def by_tag(chats: Sequence[demo_text.Chat], limit: int, seed: int) -> list[demo_
     return [chat for tag in sorted(groups) for chat in rng.sample(groups[tag], min(limit, len(groups[tag])))]
 
 
+def command(options: argparse.Namespace) -> str:
+    """The command line that repeats this run, every option written out but the place of the folder."""
+    chosen = {name: value for name, value in vars(options).items() if name != "out"}
+    flags = [word for name, value in chosen.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    return shlex.join(["python", "scripts/make_demo_target.py", "--out", "FOLDER", *flags])
+
+
 def main() -> None:
     """Command line: build text, tokenizer and model, train, measure, save."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
     parser.add_argument("--steps", type=int, default=1500, help="optimizer steps")
     parser.add_argument("--batch-tokens", type=int, default=2048, help="padded tokens a step")
-    parser.add_argument("--matrix-rate", type=float, default=6e-3, help="Muon learning rate")
+    parser.add_argument("--matrix-rate", type=float, default=8e-3, help="Muon learning rate")
     parser.add_argument("--other-rate", type=float, default=4e-3, help="AdamW learning rate of embedding and norms")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
@@ -269,7 +275,7 @@ def main() -> None:
     measured = by_tag(held_out, options.measured_per_tag, options.seed)
     stored = Qwen3ForCausalLM.from_pretrained(options.out)
     report = {
-        "command": shlex.join(["python", "scripts/make_demo_target.py", *sys.argv[1:]]),
+        "command": command(options),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "parameters": sum(p.numel() for p in stored.parameters()),
