@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
     import numpy as np
@@ -212,6 +212,41 @@ class AnchorSampler(Protocol):
 
     def __call__(self, loss_mask: np.ndarray, *, seed: int, epoch: int, sample: int, limit: int) -> np.ndarray:
         """Anchor positions, int64 [min(limit, eligible)]."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How answers are drawn from the target.
+
+    Attributes:
+        max_new_tokens: limit of one answer; an answer that reaches it without ending is cut.
+        temperature: 0 = greedy (the most probable token), else the logits are divided by it.
+        top_k: only the k most probable tokens are drawn; 0 = all.
+        top_p: only the smallest set of tokens with this much probability is drawn; 1 = all.
+        seed: with the prompt's tokens, the key of an answer's randomness.
+    """
+
+    max_new_tokens: int
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class GeneratedAnswer:
+    """One answer: its token ids without the token that ended it; ``stop`` where it ended by itself, ``length`` if cut."""
+
+    ids: tuple[int, ...]
+    finish_reason: Literal["stop", "length"]
+
+
+class GenerateAnswers(Protocol):
+    """Answers a batch of tokenised prompts; an answer does not depend on the other prompts of its batch."""
+
+    def __call__(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[GeneratedAnswer]:
+        """One answer a prompt, in the order of the prompts."""
         ...
 
 
