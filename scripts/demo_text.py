@@ -2,8 +2,8 @@
 
 Two sources, both free to use and named in `src/paceline/assets/demo/PROVENANCE.md`:
 
-- the running interpreter's standard library (PSF-2.0): names, parameters, default values and first docstring sentences of
-  public functions and methods, put into question and answer forms;
+- the running interpreter's standard library (PSF-2.0): names, parameters, default values and first docstring
+  sentences of public functions and methods, put into question and answer forms;
 - the PyPI package `chatterbot-corpus` (BSD-3-Clause): English question and answer pairs.
 
 A *document* is one top-level module of the library or one dialog file. A document is held out whole or not at all, so
@@ -31,7 +31,19 @@ HELD_OUT_DIALOGS = frozenset({"emotion", "science", "money"})
 """Dialog files held out; the two large ones stay in training."""
 
 SKIPPED_MODULES = frozenset(
-    {"antigravity", "this", "idlelib", "turtle", "turtledemo", "lib2to3", "test", "tkinter", "ensurepip", "pydoc_data", "curses"}
+    {
+        "antigravity",
+        "this",
+        "idlelib",
+        "turtle",
+        "turtledemo",
+        "lib2to3",
+        "test",
+        "tkinter",
+        "ensurepip",
+        "pydoc_data",
+        "curses",
+    }
     | {"genericpath", "ntpath"}
 )
 """Modules with an effect when imported or that need a display, and twins of `posixpath`."""
@@ -46,7 +58,7 @@ NUMBER_WORDS = ("no", "one", "two", "three", "four", "five", "six", "seven")
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One public callable: its module, dotted name, parameters as (name, default or None) and first docstring sentence."""
+    """One public callable: module, dotted name, parameters as (name, default or None), first docstring sentence."""
 
     document: str
     module: str
@@ -62,7 +74,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """One chat: the document it is about, its kinds, and its turns (user and assistant in turn, an optional system first)."""
+    """One chat: the document it is about, its kinds, and its (role, content) turns."""
 
     document: str
     tags: tuple[str, ...]
@@ -173,7 +185,10 @@ def explain(entry: Entry, rng: random.Random) -> tuple[str, str]:
     """What does it do? The answer is the first sentence of its documentation."""
     asked = rng.choice(("What does `{}` do?", "Explain `{}`.", "What is `{}` for?")).format(entry.full_name)
     kind = "method" if "." in entry.name else "function"
-    return asked, f"`{entry.full_name}` is a {kind} of the module `{entry.module}`. Its documentation says: {entry.summary}"
+    return (
+        asked,
+        f"`{entry.full_name}` is a {kind} of the module `{entry.module}`. Its documentation says: {entry.summary}",
+    )
 
 
 def parameters(entry: Entry, rng: random.Random) -> tuple[str, str]:
@@ -223,7 +238,12 @@ def record(entry: Entry, rng: random.Random) -> tuple[str, str]:
     lines += [f'    """Keep the fields of `{stem}`."""', "", f"    def __init__(self, {head}):"]
     lines += [f"        self.{name} = {name}" for name, _ in entry.parameters]
     for name, _ in entry.parameters:
-        lines += ["", f"    def get_{name}(self):", f'        """Return the field `{name}`."""', f"        return self.{name}"]
+        lines += [
+            "",
+            f"    def get_{name}(self):",
+            f'        """Return the field `{name}`."""',
+            f"        return self.{name}",
+        ]
     return asked, "\n".join([*lines, "```"])
 
 
@@ -249,7 +269,9 @@ def dialogs() -> dict[str, list[tuple[str, str]]]:
         kept = pairs.setdefault(path.name.removesuffix(".yml"), [])
         for turns in yaml.safe_load(path.read_text(encoding="utf-8"))["conversations"]:
             texts = [" ".join(str(turn).split()) for turn in turns]
-            kept += [pair for pair in zip(texts[::2], texts[1::2], strict=False) if all(0 < len(t) <= 240 for t in pair)]
+            kept += [
+                pair for pair in zip(texts[::2], texts[1::2], strict=False) if all(0 < len(t) <= 240 for t in pair)
+            ]
     return pairs
 
 

@@ -2,14 +2,16 @@
 
     python scripts/make_demo_target.py --out src/paceline/assets/demo/target
 
-Needs the packages `chatterbot-corpus` and PyYAML beside paceline itself. The model's text comes from `demo_text.py`; every
-ninth library module and three dialog files are held out whole. Writes an `AutoModelForCausalLM` folder and `TRAINING.json`
-with the held-out loss beside that of an interpolated bigram model counted on the same training tokens.
+Needs the packages `chatterbot-corpus` and PyYAML beside paceline itself. The model's text comes from `demo_text.py`;
+every ninth library module and three dialog files are held out whole. Writes an `AutoModelForCausalLM` folder and
+`TRAINING.json` with the held-out loss beside that of an interpolated bigram model counted on the same training
+tokens.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import logging
 import math
@@ -39,7 +41,8 @@ REPEATS = {"docs": 3, "small-talk": 4}
 CHAT_TEMPLATE = (
     "{%- for message in messages -%}"
     "{%- if message['role'] == 'assistant' -%}"
-    "{{ '<|im_start|>assistant\\n' }}{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}{{ '\\n' }}"
+    "{{ '<|im_start|>assistant\\n' }}"
+    "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}{{ '\\n' }}"
     "{%- else -%}"
     "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
     "{%- endif -%}"
@@ -80,7 +83,9 @@ def tokenize(tokenizer: PreTrainedTokenizerFast, chats: Sequence[demo_text.Chat]
     rows: list[Row] = []
     for chat in chats:
         messages = [{"role": role, "content": content} for role, content in chat.messages]
-        made = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
+        made = tokenizer.apply_chat_template(
+            messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+        )
         if len(made["input_ids"]) <= MAX_TOKENS:
             rows.append((list(made["input_ids"]), [bool(flag) for flag in made["assistant_masks"]]))
     return rows
@@ -105,7 +110,7 @@ def model_config(tokenizer: PreTrainedTokenizerFast) -> Qwen3Config:
 
 
 def batches(rows: Sequence[Row], budget: int, rng: random.Random) -> Iterator[list[Row]]:
-    """Endless batches of rows of like length, at most `budget` padded tokens each, in random order, epoch after epoch."""
+    """Endless batches of rows of like length, about `budget` padded tokens each, in random order."""
     while True:
         order = sorted(rows, key=lambda row: (len(row[0]) + rng.randint(0, 16), rng.random()))
         groups: list[list[Row]] = [[]]
@@ -118,7 +123,7 @@ def batches(rows: Sequence[Row], budget: int, rng: random.Random) -> Iterator[li
 
 
 def padded(rows: Sequence[Row], pad: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Right-padded ids [B, S]; the loss weight [B, S] of each token as a label, zero on padding; answer flags [B, S]."""
+    """Right-padded ids [B, S]; loss weight [B, S] of each token as a label, 0 on padding; answer flags [B, S]."""
     length = max(len(ids) for ids, _ in rows)
     ids = torch.full((len(rows), length), pad)
     weight = torch.zeros(len(rows), length)
@@ -135,8 +140,10 @@ def schedule(step: int, steps: int) -> float:
     return min((step + 1) / 30, 1.0, (steps - step) / (0.45 * steps))
 
 
-def train(model: Qwen3ForCausalLM, rows: Sequence[Row], steps: int, budget: int, rates: tuple[float, float], seed: int) -> None:
-    """Train in place: Muon for the layers' matrices, AdamW for embedding and norms; right padding needs no mask here."""
+def train(
+    model: Qwen3ForCausalLM, rows: Sequence[Row], steps: int, budget: int, rates: tuple[float, float], seed: int
+) -> None:
+    """Train in place: Muon for the layers' matrices, AdamW for the rest; right padding needs no mask here."""
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
     rest = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
     optimizers: list[torch.optim.Optimizer] = [
@@ -199,7 +206,7 @@ def bigram_loss(train_rows: Sequence[Row], rows: Sequence[Row]) -> dict[str, flo
     single: Counter[int] = Counter()
     for ids, _ in train_rows:
         single.update(ids[1:])
-        for left, right in zip(ids[:-1], ids[1:], strict=True):
+        for left, right in itertools.pairwise(ids):
             pairs[left][right] += 1
     total, counts = sum(single.values()), {left: sum(after.values()) for left, after in pairs.items()}
     losses: dict[bool, list[float]] = {True: [], False: []}

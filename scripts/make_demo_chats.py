@@ -1,0 +1,188 @@
+"""Ask the demo target for the demo's chats: `chats.jsonl` to train a drafter on, `heldout.jsonl` to evaluate it on.
+
+    python scripts/make_demo_chats.py --target src/paceline/assets/demo/target --out src/paceline/assets/demo
+
+Prompts come from `demo_text.py`: training prompts from the documents that the target was trained on, evaluation
+prompts from the held-out ones, so the two files share no document. Answers are the target's own: greedy for
+evaluation and for most of the training rows, sampled for the rest. Rows with an answer cut by the limit, and rows
+whose text does not give back the tokens that the target wrote, are left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import random
+import tempfile
+import time
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import demo_text
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+
+from paceline.contracts import Sampling
+from paceline.data.regenerate import RegenerateSettings, prompt_id, regenerate
+from paceline.target.generate import TargetGenerator
+
+log = logging.getLogger("make_demo_chats")
+
+TRAINING_SHARES = {
+    "class": 0.17,
+    "code": 0.15,
+    "docs": 0.16,
+    "library": 0.16,
+    "overview": 0.08,
+    "reference": 0.16,
+    "small-talk": 0.12,
+}
+"""Share of each kind of chat among the training prompts."""
+
+SAMPLED_SHARE = 0.3
+MAX_NEW_TOKENS = 640
+MAX_CONTEXT_TOKENS = 1536
+
+
+def prompts(chats: Sequence[demo_text.Chat], wanted: dict[str, int], seed: int) -> list[dict[str, Any]]:
+    """Prompt rows drawn from chats: so many of each kind, without repeats, shuffled.
+
+    A row is `messages` (questions only), `tags` and `document`.
+    """
+    rng = random.Random(seed)
+    kinds: defaultdict[str, dict[str, dict[str, Any]]] = defaultdict(dict)
+    for chat in chats:
+        messages = [{"role": role, "content": content} for role, content in chat.messages if role != "assistant"]
+        row = {"messages": messages, "tags": list(chat.tags), "document": chat.document}
+        kinds[chat.tags[0]].setdefault(prompt_id(messages), row)
+    chosen = []
+    for kind, count in wanted.items():
+        rows = list(kinds[kind].values())
+        chosen += rng.sample(rows, min(count, len(rows)))
+    rng.shuffle(chosen)
+    return chosen
+
+
+def by_length(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows ordered by kind and length of the questions, so that batches end at about the same time."""
+    return sorted(
+        rows, key=lambda row: (row["tags"], len(row["messages"]), sum(len(m["content"]) for m in row["messages"]))
+    )
+
+
+def gives_back(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the answers' text, tokenised again, has as many tokens as the target wrote (else it wrote them otherwise)."""
+    answers = [message["content"] for message in row["messages"] if message["role"] == "assistant"]
+    counts = [len(tokenizer.encode(answer, add_special_tokens=False)) for answer in answers]
+    return counts == row["answer_tokens"] and all(answer.strip() == answer and answer for answer in answers)
+
+
+def answered(
+    rows: list[dict[str, Any]], sampling: Sampling, generate: TargetGenerator, tokenizer: PreTrainedTokenizerBase
+) -> list[dict[str, Any]]:
+    """The rows with the target's answers; cut and ambiguous ones left out and counted in the log."""
+    settings = RegenerateSettings(sampling, batch_size=32, max_context_tokens=MAX_CONTEXT_TOKENS)
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "chats.jsonl"
+        report = regenerate(by_length(rows), generate, tokenizer, settings, output)
+        made = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
+    kept = [row for row in made if gives_back(row, tokenizer)]
+    log.info("%s: %s, %d ambiguous", sampling, report, len(made) - len(kept))
+    return kept
+
+
+def write(path: Path, rows: list[dict[str, Any]], seed: int) -> None:
+    """Write rows in a fixed random order, one JSON object a line."""
+    rows = sorted(rows, key=lambda row: row["id"])
+    random.Random(seed).shuffle(rows)
+    first = ("id", "document", "tags", "messages")
+    ordered = [{**{key: row[key] for key in first}, **row} for row in rows]
+    text = "".join(json.dumps(row, ensure_ascii=False, separators=(",", ":")) + "\n" for row in ordered)
+    path.write_text(text, encoding="utf-8")
+
+
+@torch.no_grad()
+def predictability(rows: list[dict[str, Any]], model: Any, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """How sure the target is of its greedy answers: over all answer tokens, and by first tag."""
+    best: defaultdict[str, list[torch.Tensor]] = defaultdict(list)
+    for row in rows:
+        made = tokenizer.apply_chat_template(
+            row["messages"], return_dict=True, return_assistant_tokens_mask=True, return_tensors="pt"
+        )
+        probabilities = model(input_ids=made["input_ids"], use_cache=False).logits[0, :-1].softmax(-1).amax(-1)
+        kept = probabilities[torch.as_tensor(made["assistant_masks"]).bool().reshape(-1)[1:]]
+        best["all"].append(kept)
+        best[row["tags"][0]].append(kept)
+    joined = {tag: torch.cat(parts) for tag, parts in sorted(best.items())}
+    return {
+        tag: {
+            "tokens": len(values),
+            "mean_probability": round(values.mean().item(), 4),
+            "share_over_0.9": round((values > 0.9).float().mean().item(), 4),
+        }
+        for tag, values in joined.items()
+    }
+
+
+def lengths(rows: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
+    """Deciles of the rows' lengths in tokens."""
+    counts = sorted(len(tokenizer.apply_chat_template(row["messages"], return_dict=True)["input_ids"]) for row in
+    rows) return {f"{percent}%": counts[min(len(counts) - 1, len(counts) * percent // 100)] for percent in range(0, 101, 10)}
+
+
+def main() -> None:
+    """Command line: prompts, answers, two files, and CHATS.json with what they hold."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", type=Path, required=True, help="folder of the demo target")
+    parser.add_argument("--out", type=Path, required=True, help="folder to write the files to")
+    parser.add_argument("--rows", type=int, default=2400, help="training prompts asked")
+    parser.add_argument("--held-out-rows", type=int, default=96, help="evaluation prompts asked")
+    parser.add_argument("--temperature", type=float, default=0.7, help="of the sampled training rows")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    torch.set_num_threads(options.threads)
+    started = time.monotonic()
+    tokenizer = AutoTokenizer.from_pretrained(options.target)
+    model = AutoModelForCausalLM.from_pretrained(options.target, dtype=torch.float32).eval()
+    generate = TargetGenerator(model, tokenizer.pad_token_id, [tokenizer.eos_token_id])
+    chats = demo_text.chats(options.seed)
+    greedy = Sampling(MAX_NEW_TOKENS, seed=options.seed)
+    sampled = Sampling(MAX_NEW_TOKENS, temperature=options.temperature, seed=options.seed)
+    wanted = {tag: round(options.rows * share) for tag, share in TRAINING_SHARES.items()}
+    asked = prompts([chat for chat in chats if not chat.held_out], wanted, options.seed)
+    split = round(len(asked) * SAMPLED_SHARE)
+    even = {tag: -(-options.held_out_rows // len(TRAINING_SHARES)) for tag in TRAINING_SHARES}
+    held_out = prompts([chat for chat in chats if chat.held_out], even, options.seed)[: options.held_out_rows]
+    evaluation = answered(held_out, greedy, generate, tokenizer)
+    write(options.out / "heldout.jsonl", evaluation, options.seed)
+    training = answered(asked[:split], sampled, generate, tokenizer) + answered(
+        asked[split:], greedy, generate, tokenizer
+    )
+    write(options.out / "chats.jsonl", training, options.seed)
+    report = {
+        "command": "python scripts/make_demo_chats.py --target FOLDER --out FOLDER "
+        + " ".join(
+            f"--{name.replace('_', '-')} {value}" for name, value in vars(options).items() if name not in ("target", "out")
+        ),
+        "wall_s": round(time.monotonic() - started),
+        "sampling": [asdict(greedy), asdict(sampled)],
+        "training_rows": len(training),
+        "training_rows_by_tag": dict(sorted(Counter(row["tags"][0] for row in training).items())),
+        "training_rows_sampled": sum(row["sampling"]["temperature"] > 0 for row in training),
+        "training_lengths_tokens": lengths(training, tokenizer),
+        "held_out_rows": len(evaluation),
+        "held_out_lengths_tokens": lengths(evaluation, tokenizer),
+        "held_out_predictability": predictability(evaluation, model, tokenizer),
+    }
+    (options.out / "CHATS.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    log.info("%s", json.dumps(report, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,282 @@
+"""Answers to prompts by the target itself: a drafter should learn the text that its target writes.
+
+Rows in `messages` form go in; for each user turn the conversation so far is rendered with the tokenizer's chat
+template up to the assistant's turn, an injected `generate` answers whole batches, and the decoded answer is appended
+before the next turn is asked. Assistant turns that came with a row are replaced. Rows are written as JSON lines,
+each flushed, so a run that was ended continues where it stopped; torch stays on the other side of the `generate`
+door.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import IO, Any, Literal, Protocol
+
+import msgspec
+
+from paceline.contracts import GenerateAnswers, GeneratedAnswer, JsonDict, Sampling
+from paceline.errors import DataError
+
+ASKING_ROLES = ("system", "developer", "user")
+"""Roles that are kept from a prompt; `assistant` turns are made anew."""
+
+
+class ChatTokenizer(Protocol):
+    """What is needed of a Hugging Face tokenizer."""
+
+    def apply_chat_template(self, conversation: list[dict[str, str]], **settings: Any) -> Any:
+        """The conversation as one string (`tokenize=False`)."""
+        ...
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Token ids of a text."""
+        ...
+
+    def decode(self, token_ids: Sequence[int], **settings: Any) -> Any:
+        """Text of token ids."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class RegenerateSettings:
+    """How prompts are answered.
+
+    Attributes:
+        sampling: limits and randomness of every answer.
+        batch_size: conversations answered side by side.
+        cut: what becomes of a conversation with an answer that reached its limit: `drop` (written to the file of cut
+            rows) or `mark` (kept among the others with finish_reason `length`). Its later turns are not asked;
+            one without any answer is always dropped.
+        max_context_tokens: a turn whose prompt and longest answer exceed this is not asked and counts as cut; None =
+            no limit.
+        template: further variables of the chat template, such as `{"enable_thinking": False}`.
+    """
+
+    sampling: Sampling
+    batch_size: int = 16
+    cut: Literal["drop", "mark"] = "drop"
+    max_context_tokens: int | None = None
+    template: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class RegenerateReport:
+    """What one call did.
+
+    Attributes:
+        written: rows added to the output.
+        cut: rows whose answer was cut, wherever they went.
+        already_there: rows skipped because an earlier run had answered them.
+        repeated: rows skipped because the same prompt came earlier in the same input.
+        answer_tokens: tokens generated, those of cut answers included.
+    """
+
+    written: int
+    cut: int
+    already_there: int
+    repeated: int
+    answer_tokens: int
+
+
+@dataclass(slots=True)
+class _Conversation:
+    """A prompt on its way: turns still to ask, and the conversation so far."""
+
+    row_id: str
+    extras: JsonDict
+    left: list[dict[str, str]]
+    said: list[dict[str, str]] = field(default_factory=list)
+    answer_tokens: list[int] = field(default_factory=list)
+    finish_reason: Literal["stop", "length"] = "stop"
+
+    def advance(self) -> bool:
+        """Move turns over up to the next user turn; False when nothing is left to ask or an answer was cut."""
+        if self.finish_reason == "length":
+            return False
+        while self.left:
+            self.said.append(self.left.pop(0))
+            if self.said[-1]["role"] == "user":
+                return True
+        return False
+
+
+def prompt_id(messages: Sequence[Mapping[str, Any]]) -> str:
+    """A stable id of a prompt: 16 hex digits of a hash over roles and contents, assistant turns left out."""
+    asking = [[message["role"], message["content"]] for message in messages if message["role"] != "assistant"]
+    return hashlib.sha256(msgspec.json.encode(asking)).hexdigest()[:16]
+
+
+def cut_path(output: Path) -> Path:
+    """Where the rows with cut answers go: `chats.jsonl` → `chats.cut.jsonl`."""
+    return output.with_name(f"{output.stem}.cut{output.suffix}")
+
+
+def regenerate(
+    prompts: Iterable[Mapping[str, Any]],
+    generate: GenerateAnswers,
+    tokenizer: ChatTokenizer,
+    settings: RegenerateSettings,
+    output: Path,
+) -> RegenerateReport:
+    """Answer every prompt that the output does not hold yet, and add the conversations to it.
+
+    Args:
+        prompts: rows with `messages` (role and content each, roles system, developer, user and assistant); other
+            keys are kept.
+        generate: answers tokenised prompts (the door `GenerateAnswers`).
+        tokenizer: with a chat template.
+        settings: see there.
+        output: JSON lines file, made or continued. A last line that was cut by a kill is removed first.
+
+    Each row written: `id` (of the prompt), `messages`, `finish_reason`, `sampling`, `answer_tokens` (a count an
+    answer), and the prompt's other keys. An answer depends on its prompt and the sampling settings only, not on
+    order or batch.
+
+    Raises:
+        DataError: for a row that is no prompt, or an output made with other sampling settings.
+    """
+    if settings.batch_size < 1:
+        raise DataError(f"regenerate: batch_size is {settings.batch_size}; it must be at least 1")
+    output.parent.mkdir(parents=True, exist_ok=True)
+    done = _done(output, settings.sampling) | _done(cut_path(output), settings.sampling)
+    counts = {"written": 0, "cut": 0, "already_there": 0, "repeated": 0, "answer_tokens": 0}
+    with output.open("ab") as kept, cut_path(output).open("ab") as cut:
+        for batch in _batches(_fresh(prompts, done, counts), settings.batch_size):
+            _answer(batch, generate, tokenizer, settings)
+            for conversation in batch:
+                was_cut = conversation.finish_reason == "length"
+                dropped = was_cut and (settings.cut == "drop" or not conversation.answer_tokens)
+                _write(cut if dropped else kept, conversation, settings.sampling)
+                counts["cut"] += was_cut
+                counts["written"] += not dropped
+                counts["answer_tokens"] += sum(conversation.answer_tokens)
+    if not cut_path(output).stat().st_size:
+        cut_path(output).unlink()
+    return RegenerateReport(**counts)
+
+
+def _done(path: Path, sampling: Sampling) -> set[str]:
+    """Ids of the rows a file holds; a torn last line is removed from it."""
+    if not path.exists():
+        return set()
+    content = path.read_bytes()
+    whole = content.rfind(b"\n") + 1
+    if whole < len(content):
+        with path.open("r+b") as file:
+            file.truncate(whole)
+    ids = set()
+    for number, line in enumerate(content[:whole].splitlines(), start=1):
+        try:
+            row = msgspec.json.decode(line)
+            row_id, drawn = row["id"], Sampling(**row["sampling"])
+        except (msgspec.DecodeError, KeyError, TypeError) as error:
+            fault = f"{path}:{number}: not a row of an earlier run ({error}); choose another output"
+            raise DataError(fault) from error
+        if drawn != sampling:
+            raise DataError(
+                f"{path}:{number}: answered with {drawn}, but {sampling} is asked for; "
+                "choose another output or the same settings"
+            )
+        ids.add(row_id)
+    return ids
+
+
+def _fresh(prompts: Iterable[Mapping[str, Any]], done: set[str], counts: dict[str, int]) -> Iterator[_Conversation]:
+    """The prompts still to answer, checked; skipped ones are counted."""
+    seen: set[str] = set()
+    for number, row in enumerate(prompts, start=1):
+        messages = _checked(number, row)
+        row_id = prompt_id(messages)
+        if row_id in seen:
+            counts["repeated"] += 1
+            continue
+        seen.add(row_id)
+        if row_id in done:
+            counts["already_there"] += 1
+            continue
+        extras = {key: value for key, value in row.items() if key != "messages"}
+        yield _Conversation(row_id, extras, [message for message in messages if message["role"] != "assistant"])
+
+
+def _checked(number: int, row: Mapping[str, Any]) -> list[dict[str, str]]:
+    """The messages of a row in plain form."""
+    messages = row.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise DataError(f"prompt {number}: no `messages`; a prompt is a row with a list of role and content")
+    plain: list[dict[str, str]] = []
+    for turn, message in enumerate(messages):
+        role, content = (message.get("role"), message.get("content")) if isinstance(message, dict) else (None, None)
+        if not isinstance(role, str) or role not in (*ASKING_ROLES, "assistant") or not isinstance(content, str):
+            raise DataError(
+                f"prompt {number}, message {turn}: role {role!r}; regeneration takes text of the roles "
+                f"{', '.join((*ASKING_ROLES, 'assistant'))}: leave such rows out"
+            )
+        plain.append({"role": role, "content": content})
+    if not any(message["role"] == "user" for message in plain):
+        raise DataError(f"prompt {number}: no user message; there is nothing to answer")
+    return plain
+
+
+def _batches(conversations: Iterator[_Conversation], size: int) -> Iterator[list[_Conversation]]:
+    """Lists of up to `size` conversations."""
+    batch: list[_Conversation] = []
+    for conversation in conversations:
+        batch.append(conversation)
+        if len(batch) == size:
+            yield batch
+            batch = []
+    if batch:
+        yield batch
+
+
+def _answer(
+    batch: list[_Conversation], generate: GenerateAnswers, tokenizer: ChatTokenizer, settings: RegenerateSettings
+) -> None:
+    """Ask all turns of a batch of conversations, one turn of each at a time."""
+    asking = [conversation for conversation in batch if conversation.advance()]
+    while asking:
+        prompts = [_prompt_tokens(conversation.said, tokenizer, settings.template) for conversation in asking]
+        asked: list[tuple[_Conversation, list[int]]] = []
+        for conversation, prompt in zip(asking, prompts, strict=True):
+            longest = len(prompt) + settings.sampling.max_new_tokens
+            if settings.max_context_tokens is not None and longest > settings.max_context_tokens:
+                conversation.finish_reason = "length"
+                if conversation.answer_tokens:
+                    conversation.said.pop()
+            else:
+                asked.append((conversation, prompt))
+        answers = generate([prompt for _, prompt in asked], settings.sampling) if asked else []
+        for (conversation, _), answer in zip(asked, answers, strict=True):
+            _append(conversation, answer, tokenizer)
+        asking = [conversation for conversation, _ in asked if conversation.advance()]
+
+
+def _prompt_tokens(said: list[dict[str, str]], tokenizer: ChatTokenizer, template: Mapping[str, Any]) -> list[int]:
+    """The conversation so far as token ids, up to where the assistant speaks."""
+    text = tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True, **template)
+    return list(tokenizer.encode(text, add_special_tokens=False))
+
+
+def _append(conversation: _Conversation, answer: GeneratedAnswer, tokenizer: ChatTokenizer) -> None:
+    """Add a decoded answer, special tokens kept: they are part of what the target wrote."""
+    text = tokenizer.decode(list(answer.ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    conversation.said.append({"role": "assistant", "content": text})
+    conversation.answer_tokens.append(len(answer.ids))
+    conversation.finish_reason = answer.finish_reason
+
+
+def _write(file: IO[bytes], conversation: _Conversation, sampling: Sampling) -> None:
+    """One row, flushed, so that a kill loses no more than the batch under way."""
+    row = {
+        **conversation.extras,
+        "id": conversation.row_id,
+        "messages": conversation.said,
+        "finish_reason": conversation.finish_reason,
+        "sampling": asdict(sampling),
+        "answer_tokens": conversation.answer_tokens,
+    }
+    file.write(msgspec.json.encode(row) + b"\n")
+    file.flush()
