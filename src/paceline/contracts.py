@@ -127,6 +127,7 @@ class StepReport:
         samples, anchors, real_tokens, padded_tokens, draft_positions: totals of the window.
         seconds: wall time since the previous step ended.
         waits_s: seconds by stage and state, e.g. ``drafter/starved``.
+        max_length: longest sample of the window in tokens; 0 where it was not counted.
     """
 
     step: int
@@ -147,6 +148,7 @@ class StepReport:
     draft_positions: int
     seconds: float
     waits_s: Mapping[str, float] = field(default_factory=dict)
+    max_length: int = 0
 
 
 @dataclass(frozen=True, slots=True)

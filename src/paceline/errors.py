@@ -11,6 +11,7 @@ PacelineError
 ├── ExportError (ValueError)         a drafter folder that does not say what it must
 ├── StageError (RuntimeError)        a stage of the pipeline failed; names stage, batch and samples
 ├── TrackerError (RuntimeError)      a metrics sink that cannot start
+├── MetricError (ValueError)         a metric that the catalogue does not know
 └── Interrupted (RuntimeError)       the user asked to stop; exit code 130
 
 Every class pickles (errors cross process borders) and also is the builtin it refines.
@@ -76,6 +77,10 @@ class StageError(PacelineError, RuntimeError):
 
 class TrackerError(PacelineError, RuntimeError):
     """A metrics sink that cannot start."""
+
+
+class MetricError(PacelineError, ValueError):
+    """A metric that the catalogue does not know, so nobody could say what it means."""
 
 
 class Interrupted(PacelineError, RuntimeError):
