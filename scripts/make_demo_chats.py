@@ -14,6 +14,7 @@ import argparse
 import json
 import logging
 import random
+import shlex
 import tempfile
 import time
 from collections import Counter, defaultdict
@@ -75,7 +76,7 @@ def by_length(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def gives_back(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the answers' text, tokenised again, has as many tokens as the target wrote (else it wrote them otherwise)."""
+    """Whether the answers' text, tokenised again, has as many tokens as the target wrote."""
     answers = [message["content"] for message in row["messages"] if message["role"] == "assistant"]
     counts = [len(tokenizer.encode(answer, add_special_tokens=False)) for answer in answers]
     return counts == row["answer_tokens"] and all(answer.strip() == answer and answer for answer in answers)
@@ -130,8 +131,17 @@ def predictability(rows: list[dict[str, Any]], model: Any, tokenizer: PreTrained
 
 def lengths(rows: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
     """Deciles of the rows' lengths in tokens."""
-    counts = sorted(len(tokenizer.apply_chat_template(row["messages"], return_dict=True)["input_ids"]) for row in
-    rows) return {f"{percent}%": counts[min(len(counts) - 1, len(counts) * percent // 100)] for percent in range(0, 101, 10)}
+    rendered = [tokenizer.apply_chat_template(row["messages"], return_dict=True)["input_ids"] for row in rows]
+    counts = sorted(map(len, rendered))
+    last = len(counts) - 1
+    return {f"{percent}%": counts[last * percent // 100] for percent in range(0, 101, 10)}
+
+
+def command(options: argparse.Namespace) -> str:
+    """The command line that repeats this run, every option written out but the folders."""
+    chosen = {name: value for name, value in vars(options).items() if name not in ("target", "out")}
+    flags = [word for name, value in chosen.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    return shlex.join(["python", "scripts/make_demo_chats.py", "--target", "FOLDER", "--out", "FOLDER", *flags])
 
 
 def main() -> None:
@@ -166,10 +176,7 @@ def main() -> None:
     )
     write(options.out / "chats.jsonl", training, options.seed)
     report = {
-        "command": "python scripts/make_demo_chats.py --target FOLDER --out FOLDER "
-        + " ".join(
-            f"--{name.replace('_', '-')} {value}" for name, value in vars(options).items() if name not in ("target", "out")
-        ),
+        "command": command(options),
         "wall_s": round(time.monotonic() - started),
         "sampling": [asdict(greedy), asdict(sampled)],
         "training_rows": len(training),
