@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
+from paceline.config.drafter import DrafterConfig
 from paceline.config.objective import ObjectiveConfig
+from paceline.config.observe import ObserveConfig
+from paceline.config.optimizer import OptimizerConfig
 from paceline.config.plan import PlanConfig
 from paceline.config.section import Section
 
@@ -49,80 +52,6 @@ class DataConfig(Section):
     """Leave longer samples out, or cut them at `max_length`; both are counted and reported."""
     workers: int = Field(default=1, ge=1)
     """Processes that tokenise."""
-
-
-class DrafterConfig(Section):
-    """Shape of the drafter. What is unset is taken from the target and written out in the resolved configuration."""
-
-    num_layers: int = Field(default=5, ge=1)
-    """Draft layers."""
-    block_size: int = Field(default=16, ge=2)
-    """Slots of a block; slot 0 holds the anchor, the others are drafts."""
-    num_anchors: int = Field(default=512, ge=1)
-    """At most this many anchors a sample and epoch."""
-    mask_token_id: int | None = Field(default=None, ge=0)
-    """Token in the draft slots. Unset: the tokenizer's own mask token, and refused where it has none."""
-    hidden_size: int | None = Field(default=None, ge=1)
-    """Width; must equal the target's, whose embedding and head the drafter shares."""
-    intermediate_size: int | None = Field(default=None, ge=1)
-    """Width of the MLP."""
-    num_attention_heads: int | None = Field(default=None, ge=1)
-    """Query heads."""
-    num_key_value_heads: int | None = Field(default=None, ge=1)
-    """Key and value heads."""
-    head_dim: int | None = Field(default=None, ge=2)
-    """Size of a head."""
-    layers: list[Literal["full", "sliding"]] | None = None
-    """Attention kind per draft layer. Unset: all full."""
-    sliding_window: int | None = Field(default=None, ge=1)
-    """Window of the sliding layers in tokens, measured from the query."""
-    causal: bool | None = None
-    """Whether slots see only earlier slots of their block. Unset: full layers no, sliding layers yes."""
-    rope_theta: float | None = Field(default=None, gt=0)
-    """Base of the rotary embedding."""
-    rms_norm_eps: float | None = Field(default=None, gt=0)
-    """Epsilon of the norms."""
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Compute type; master weights, rotary tables and losses are always float32."""
-    attention: Literal["auto", "flex", "split", "dense"] = "auto"
-    """Attention backend: flex on CUDA, split elsewhere; dense is the slow reference."""
-    head_chunk: int = Field(default=2048, ge=1)
-    """Supervised slots whose logits exist at once."""
-
-    @model_validator(mode="after")
-    def _layers_match(self) -> DrafterConfig:
-        if self.layers is not None and len(self.layers) != self.num_layers:
-            raise ValueError(
-                f"layers lists {len(self.layers)} kinds for num_layers {self.num_layers}; list one a layer"
-            )
-        if self.layers is not None and "sliding" in self.layers and self.sliding_window is None:
-            raise ValueError("layers has sliding ones but sliding_window is unset; give the window in tokens")
-        if self.sliding_window is not None and (self.layers is None or "sliding" not in self.layers):
-            raise ValueError("sliding_window is set but no layer is sliding; list `layers` or drop the window")
-        return self
-
-
-class OptimizerConfig(Section):
-    """AdamW on float32 master weights."""
-
-    lr: float = Field(default=6e-4, gt=0)
-    """Peak learning rate."""
-    weight_decay: float = Field(default=0.0, ge=0)
-    """Decoupled weight decay of the matrices; norms have none."""
-    beta1: float = Field(default=0.9, ge=0, lt=1)
-    """Decay of the first moment."""
-    beta2: float = Field(default=0.95, ge=0, lt=1)
-    """Decay of the second moment."""
-    eps: float = Field(default=1e-8, gt=0)
-    """Added to the root of the second moment."""
-    schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
-    """Shape of the learning rate after warm-up; wsd is stable and then decays over its last fifth."""
-    warmup: float = Field(default=0.04, ge=0, lt=1)
-    """Share of all steps over which the learning rate rises from zero."""
-    final_lr: float = Field(default=0.0, ge=0, le=1)
-    """Learning rate at the end as a share of the peak."""
-    clip_norm: float = Field(default=1.0, gt=0)
-    """Gradient norm above which the gradient is scaled down."""
 
 
 class TrainConfig(Section):
@@ -173,19 +102,6 @@ class EvaluateConfig(Section):
     """Longest answer."""
     dtype: Literal["float64", "float32", "bfloat16"] = "float32"
     """Compute type of the decode loop. In float64 the output must equal greedy decoding exactly."""
-
-
-class ObserveConfig(Section):
-    """Who hears what the run measures. metrics.jsonl in the run directory is always written."""
-
-    every_steps: int = Field(default=1, ge=1)
-    """Optimizer steps between metric lines."""
-    console: Literal["auto", "rich", "plain", "quiet"] = "auto"
-    """Progress on the terminal; auto is rich on a terminal and plain lines elsewhere."""
-    wandb: Literal["off", "offline", "online"] = "off"
-    """Mirror to Weights & Biases (extra `wandb`)."""
-    wandb_project: str = "paceline"
-    """Project of the mirror."""
 
 
 class Settings(Section):

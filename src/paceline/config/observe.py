@@ -1,0 +1,36 @@
+"""Settings of what is measured and who hears it."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from paceline.config.section import Section
+
+
+class ObserveConfig(Section):
+    """Who hears what the run measures. metrics.jsonl in the run directory is always written."""
+
+    every_steps: int = Field(default=1, ge=1)
+    """Optimizer steps between metric lines; a line covers all steps since the one before."""
+    console: Literal["auto", "rich", "plain", "quiet"] = "auto"
+    """Progress on the terminal; auto is rich on a terminal and plain lines elsewhere, quiet shows warnings only."""
+    plain_every_s: float = Field(default=10.0, ge=0)
+    """Seconds of training between plain lines; the first and the last step always have one."""
+    wandb: Literal["off", "offline", "online"] = "off"
+    """Mirror to Weights & Biases (extra `wandb`)."""
+    wandb_project: str = Field(default="paceline", min_length=1)
+    """Project of the mirror."""
+    wandb_entity: str | None = None
+    """User or team of the mirror. Unset: the default of the account."""
+    tensorboard: bool = False
+    """Mirror to TensorBoard event files in the run directory (extra `tensorboard`)."""
+    trackio: bool = False
+    """Mirror to trackio on this machine (extra `trackio`)."""
+    mirror_queue_lines: int = Field(default=256, ge=1)
+    """Lines waiting for a slow mirror at most; beyond that the oldest are dropped for that mirror, and counted."""
+    mirror_start_limit_s: float = Field(default=30.0, gt=0)
+    """A mirror that has not started by then stops the run before any work."""
+    mirror_close_limit_s: float = Field(default=30.0, gt=0)
+    """A mirror that has not finished by then is left behind at the end of the run."""
