@@ -13,7 +13,6 @@ from paceline.config.schema import (
     DataConfig,
     EvaluateConfig,
     FlowConfig,
-    ObserveConfig,
     Settings,
     TargetConfig,
     TrainConfig,
