@@ -1,0 +1,85 @@
+"""Settings of the drafter's shape and of how it computes."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from paceline.config.section import Section
+
+
+class DrafterConfig(Section):
+    """Shape of the drafter. What is unset is taken from the target and written out in the resolved configuration."""
+
+    num_layers: int = Field(default=5, ge=1)
+    """Draft layers."""
+    block_size: int = Field(default=16, ge=2)
+    """Slots of a block; slot 0 holds the anchor, the others are drafts."""
+    num_anchors: int = Field(default=512, ge=1)
+    """At most this many anchors a sample and epoch."""
+    mask_token_id: int | None = Field(default=None, ge=0)
+    """Token in the draft slots. Unset: the tokenizer's own mask token, and refused where it has none."""
+    hidden_size: int | None = Field(default=None, ge=1)
+    """Width; must equal the target's, whose embedding and head the drafter shares."""
+    intermediate_size: int | None = Field(default=None, ge=1)
+    """Width of the MLP."""
+    num_attention_heads: int | None = Field(default=None, ge=1)
+    """Query heads."""
+    num_key_value_heads: int | None = Field(default=None, ge=1)
+    """Key and value heads."""
+    head_dim: int | None = Field(default=None, ge=2)
+    """Size of a head."""
+    layers: list[Literal["full", "sliding"]] | None = None
+    """Attention kind per draft layer. Unset: all full."""
+    sliding_window: int | None = Field(default=None, ge=1)
+    """Window of the sliding layers in tokens, measured from the query."""
+    causal: bool | list[bool] | None = None
+    """Whether slots see only earlier slots of their block, for all layers or one a layer. Unset: full layers no, sliding layers yes."""  # noqa: E501
+    sample_from_anchor: bool = False
+    """Whether slot k drafts the token after it (slot 0 drafts the first) instead of its own; written into every checkpoint."""  # noqa: E501
+    rope_theta: float | None = Field(default=None, gt=0)
+    """Base of the rotary embedding."""
+    rms_norm_eps: float | None = Field(default=None, gt=0)
+    """Epsilon of the norms."""
+    max_position_embeddings: int | None = Field(default=None, ge=1)
+    """Longest position that servers may ask for."""
+    initializer_range: float | None = Field(default=None, gt=0)
+    """Standard deviation of the new weights. Unset: the target's, or 0.02 where it says nothing."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Compute type; master weights, rotary tables and losses are always float32."""
+    attention: Literal["auto", "flex", "split", "dense"] = "auto"
+    """Attention backend: flex on CUDA, split elsewhere; dense is the slow reference."""
+    head_chunk: int = Field(default=2048, ge=1)
+    """Supervised slots whose logits exist at once."""
+    positions_per_pass: int | None = Field(default=None, ge=1)
+    """Draft positions that the drafter computes at once at most; larger micro-batches are split by sample, with the same gradient. Unset: whole micro-batches."""  # noqa: E501
+
+    @model_validator(mode="after")
+    def _layers_match(self) -> DrafterConfig:
+        if self.layers is not None and len(self.layers) != self.num_layers:
+            raise ValueError(
+                f"layers lists {len(self.layers)} kinds for num_layers {self.num_layers}; list one a layer"
+            )
+        if self.layers is not None and "sliding" in self.layers and self.sliding_window is None:
+            raise ValueError("layers has sliding ones but sliding_window is unset; give the window in tokens")
+        if self.sliding_window is not None and (self.layers is None or "sliding" not in self.layers):
+            raise ValueError("sliding_window is set but no layer is sliding; list `layers` or drop the window")
+        if isinstance(self.causal, list) and len(self.causal) != self.num_layers:
+            raise ValueError(
+                f"causal lists {len(self.causal)} values for num_layers {self.num_layers}; list one a layer"
+            )
+        if self.sliding_window is not None and self.sliding_window < self.block_size:
+            if any(kind == "sliding" and not causal for kind, causal in self.layer_kinds()):
+                raise ValueError(
+                    f"sliding_window {self.sliding_window} is shorter than block_size {self.block_size} in a layer that "
+                    "is not causal, where servers disagree on later slots; use a window of at least a block"
+                )
+        return self
+
+    def layer_kinds(self) -> list[tuple[Literal["full", "sliding"], bool]]:
+        """(attention kind, causal) of every draft layer, defaults written out."""
+        kinds = self.layers if self.layers is not None else ["full"] * self.num_layers
+        if isinstance(self.causal, list):
+            return list(zip(kinds, self.causal, strict=True))
+        return [(kind, self.causal if self.causal is not None else kind == "sliding") for kind in kinds]
