@@ -1,1 +1,407 @@
-"""Read first: builds the rooms, joins them with channels, runs the loop, owns the order of shutdown."""
+"""Read first: builds the rooms, joins them with channels, runs the loop, owns the order of shutdown.
+
+    store ─► plan ─► feed ─► target ─► drafter ─► checkpoint
+                      └────── flow ───────┘
+    every StepReport ─► observe
+
+`compose` turns settings into a `Composition` (everything that is known before a model loads, every fault raised there);
+`train` runs it: `inline`, the same stages one after another in this process (the reference), or `pipeline`, one process
+per role joined by the hub. Both give the same weights, bit for bit, when delivery is ordered.
+"""
+
+from __future__ import annotations
+
+import functools
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from paceline.checkpoint import rundir, store
+from paceline.config import Settings
+from paceline.contracts import FeatureBatch, HostBatch, StepReport, TargetFacts
+from paceline.data.store import TokenStore, open_store
+from paceline.data.tokenizer import load_tokenizer, mask_token_id
+from paceline.drafter.anchors import sample_anchors
+from paceline.drafter.spec import DrafterSpec, derive_spec
+from paceline.errors import ConfigError, DataError, PacelineError
+from paceline.feed.collate import collate
+from paceline.flow.hub import Hub
+from paceline.flow.messages import StepOrder
+from paceline.flow.pool import BufferPool
+from paceline.flow.prefetch import Prefetcher
+from paceline.flow.worker import Worker
+from paceline.observe.observer import Observer, open_observer
+from paceline.plan.epoch import EpochPlan, plan_epoch
+from paceline.target.facts import describe
+from paceline.target.taps import check_taps, default_taps
+
+if TYPE_CHECKING:
+    from paceline.drafter.learner import Learner
+
+
+@dataclass(frozen=True)
+class Composition:
+    """A run as it is known before any model loads.
+
+    Attributes:
+        settings: resolved.
+        run_dir: where it lives.
+        facts, taps, spec: of target and drafter.
+        source: the tokenised data.
+        orders: every optimizer step of the run.
+        first_step: steps that a checkpoint already holds.
+    """
+
+    settings: Settings
+    run_dir: Path
+    facts: TargetFacts
+    taps: list[int]
+    spec: DrafterSpec
+    source: TokenStore
+    orders: list[StepOrder]
+    first_step: int
+
+    @property
+    def remaining(self) -> list[StepOrder]:
+        """Steps still to take."""
+        return self.orders[self.first_step :]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How training ended.
+
+    Attributes:
+        step: optimizer steps that the newest checkpoint holds.
+        total_steps: steps of the whole run.
+        stopped: whether the user stopped it before the end.
+    """
+
+    step: int
+    total_steps: int
+    stopped: bool
+
+
+class StopRequest:
+    """Ctrl-C and SIGTERM: the first asks for a stop after the open window, the second interrupts at once.
+
+    Used as a context manager around the loop; calling it tells whether a stop was asked for.
+    """
+
+    def __init__(self, notice: Callable[[str], None]) -> None:
+        self._notice, self._asked, self._before = notice, False, {}
+
+    def __call__(self) -> bool:
+        return self._asked
+
+    def __enter__(self) -> StopRequest:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._before[number] = signal.signal(number, self._react)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _react(self, number: int, frame: FrameType | None) -> None:
+        if self._asked:
+            raise KeyboardInterrupt
+        self._asked = True
+        self._notice("stopping after this step, with a checkpoint; once more stops at once, without")
+
+
+def resolve_spec(settings: Settings) -> tuple[TargetFacts, list[int], DrafterSpec]:
+    """Facts of the target, taps and drafter of a run; reads configurations and tokenizer only."""
+    facts = describe(settings.target.path, settings.target.trust_remote_code)
+    taps = settings.target.taps or default_taps(facts.num_layers, settings.target.num_taps)
+    check_taps(taps, facts.num_layers)
+    mask_id = settings.drafter.mask_token_id
+    if mask_id is None:
+        mask_id = mask_token_id(load_tokenizer(settings.target.path, settings.target.trust_remote_code))
+    if mask_id is None:
+        raise ConfigError(
+            f"drafter.mask_token_id: unset, and the tokenizer of {settings.target.path} names no mask token; "
+            "give the id of a token that never occurs in text"
+        )
+    return facts, list(taps), derive_spec(settings.drafter, facts, taps, mask_id)
+
+
+def store_path(settings: Settings) -> Path:
+    """Where the run's tokenised store is."""
+    return Path(settings.data.store) if settings.data.store else Path(settings.run_dir) / "store"
+
+
+def compose(settings: Settings) -> Composition:
+    """Everything about a run that can be known, and refused, before a model loads.
+
+    Raises:
+        PacelineError: one line per fault.
+    """
+    _check_devices(settings)
+    facts, taps, spec = resolve_spec(settings)
+    source = open_store(store_path(settings))
+    orders = step_orders(settings, functools.partial(epoch_plan, settings, spec, source))
+    if not orders:
+        raise DataError(f"{store_path(settings)}: no optimizer step can be planned from its {len(source.lengths)} rows")
+    run_dir = rundir.open_run(
+        settings,
+        {
+            "drafter": spec.to_dict(),
+            "target_fingerprint": facts.fingerprint,
+            "data_fingerprint": source.fingerprint,
+            "total_steps": len(orders),
+        },
+    )
+    first = min(store.newest_step(run_dir), len(orders))
+    return Composition(settings, run_dir, facts, taps, spec, source, orders, first)
+
+
+def epoch_plan(settings: Settings, spec: DrafterSpec, source: TokenStore, epoch: int) -> EpochPlan:
+    """The plan of one epoch: a pure function of lengths, settings, seed and epoch."""
+    return plan_epoch(
+        source.lengths,
+        source.eligible,
+        settings.plan,
+        num_anchors=settings.drafter.num_anchors,
+        block_size=spec.block_size,
+        replicas=len(settings.flow.drafter_devices),
+        seed=settings.seed,
+        epoch=epoch,
+    )
+
+
+def step_orders(settings: Settings, plan_of: Callable[[int], EpochPlan]) -> list[StepOrder]:
+    """All optimizer steps of a run, from the plans of all its epochs."""
+    limit = settings.train.max_steps
+    places: list[tuple[int, int, range]] = []
+    for epoch in range(settings.train.epochs):
+        plan = plan_of(epoch)
+        places += [(epoch, window, plan.window(window)) for window in range(plan.num_windows)]
+        if limit is not None and len(places) >= limit:
+            places = places[:limit]
+            break
+    every = settings.checkpoint.every_steps
+    return [
+        StepOrder(step, epoch, window, batches, save=step % every == 0 or step == len(places))
+        for step, (epoch, window, batches) in enumerate(places, 1)
+    ]
+
+
+def host_batches(run: Composition, orders: Sequence[StepOrder]) -> Iterator[HostBatch]:
+    """Host batches of these steps in plan order."""
+    plan_of = functools.lru_cache(maxsize=2)(functools.partial(epoch_plan, run.settings, run.spec, run.source))
+    pad_id = run.facts.pad_token_id if run.facts.pad_token_id is not None else 0
+    for order in orders:
+        for index in order.batches:
+            yield collate(
+                plan_of(order.epoch).batch(index),
+                run.source,
+                sample_anchors,
+                seed=run.settings.seed,
+                num_anchors=run.settings.drafter.num_anchors,
+                pad_id=pad_id,
+            )
+
+
+@dataclass(frozen=True)
+class LearnerRecipe:
+    """Builds the learner of a drafter rank, in whichever process; pickles."""
+
+    settings: Settings
+    spec: DrafterSpec
+    run_dir: Path
+    total_steps: int
+    first_step: int
+    device: str
+
+    def __call__(self) -> Learner:
+        """The learner, with the state of the checkpoint that the run goes on from."""
+        from paceline.drafter.learner import Learner
+        from paceline.target.load import load_embedding_and_head
+
+        settings = self.settings
+        embedding, head = load_embedding_and_head(
+            settings.target.path, torch.float32, settings.target.trust_remote_code
+        )
+        learner = Learner(
+            self.spec,
+            embedding=embedding,
+            head=head,
+            drafter=settings.drafter,
+            objective=settings.objective,
+            optimizer=settings.optimizer,
+            total_steps=self.total_steps,
+            seed=settings.seed,
+            device=self.device,
+        )
+        if self.first_step:
+            learner.load_state_dict(store.read_checkpoint(self.run_dir, self.first_step))
+        return learner
+
+    def save(self, step: int, state: dict[str, Any]) -> None:
+        """Write a checkpoint of the run."""
+        store.write_checkpoint(self.run_dir, step, state, keep_last=self.settings.checkpoint.keep_last)
+
+
+def recipe(run: Composition) -> LearnerRecipe:
+    """How a drafter rank of this run is built."""
+    return LearnerRecipe(
+        run.settings, run.spec, run.run_dir, len(run.orders), run.first_step, run.settings.flow.drafter_devices[0]
+    )
+
+
+def train(run: Composition, *, notice: Callable[[str], None]) -> Outcome:
+    """Train from where the run stands to its end, or to where the user stops it.
+
+    Args:
+        run: from `compose`.
+        notice: hears what the user should know at once.
+
+    Raises:
+        StageError: a stage failed; the run goes on from its newest checkpoint when started again.
+        CheckpointError: a checkpoint could not be written.
+    """
+    orders = run.remaining
+    if not orders:
+        return Outcome(run.first_step, len(run.orders), stopped=False)
+    observer = open_observer(
+        run.settings.observe,
+        run.run_dir,
+        total_steps=len(run.orders),
+        header=rundir.read_run_facts(run.run_dir),
+        first_step=run.first_step,
+    )
+    engine = _inline if run.settings.flow.mode == "inline" else _pipeline
+    last, status = run.first_step, "failed"
+    try:
+        with StopRequest(notice) as stop:
+            for report in engine(run, orders, stop):
+                observer.step(report)
+                last = report.step
+        status = "finished" if last == len(run.orders) else "stopped"
+    except KeyboardInterrupt:
+        status = "interrupted"
+        raise
+    except PacelineError as fault:
+        _log_failure(run.run_dir, fault, observer)
+        raise
+    finally:
+        observer.close(status)
+    return Outcome(store.newest_step(run.run_dir), len(run.orders), stopped=status == "stopped")
+
+
+def _inline(run: Composition, orders: Sequence[StepOrder], stop: Callable[[], bool]) -> Iterator[StepReport]:
+    from paceline.target.load import load_target
+
+    torch.set_num_threads(run.settings.flow.threads)
+    target = load_target(run.settings.target, run.taps, run.settings.flow.target_devices[0])
+    build = recipe(run)
+    learner = build()
+    batches = host_batches(run, orders)
+    began = time.perf_counter()
+    for order in orders:
+        spent = {"target/busy": 0.0, "drafter/busy": 0.0}
+        for _ in order.batches:
+            features = _timed(spent, "target/busy", target.features, next(batches))
+            _timed(spent, "drafter/busy", learner.accumulate, features)
+        now = time.perf_counter()
+        report = learner.step(
+            step=order.step, epoch=order.epoch, window=order.window, seconds=now - began, waits_s=spent
+        )
+        began = now
+        stopping = stop()
+        if order.save or stopping:
+            build.save(order.step, learner.state_dict())
+        yield report
+        if stopping:
+            return
+
+
+def _timed(spent: dict[str, float], key: str, work: Callable[[Any], Any], item: HostBatch | FeatureBatch) -> Any:
+    began = time.perf_counter()
+    result = work(item)
+    spent[key] += time.perf_counter() - began
+    return result
+
+
+def _pipeline(run: Composition, orders: Sequence[StepOrder], stop: Callable[[], bool]) -> Iterator[StepReport]:
+    from paceline.drafter.worker import DrafterStage
+    from paceline.target.worker import TargetStage
+
+    settings, flow = run.settings, run.settings.flow
+    pool = BufferPool(
+        flow.pool_buffers,
+        _most_tokens(run),
+        len(run.taps) * run.facts.hidden_size,
+        getattr(torch, settings.target.dtype),
+    )
+    build = recipe(run)
+    workers: list[Worker] = []
+    feed = Prefetcher(host_batches(run, orders), flow.prefetch_batches * len(flow.target_devices))
+    try:
+        for number, device in enumerate(flow.target_devices):
+            arguments = (settings.target, run.taps, device, pool)
+            workers.append(Worker(f"target {number} ({device})", TargetStage, arguments, threads=flow.threads))
+        targets = list(workers)
+        drafter = Worker(f"drafter 0 ({build.device})", DrafterStage, (build, pool, build.save), threads=flow.threads)
+        workers.append(drafter)
+        hub = Hub(
+            targets,
+            [drafter],
+            num_buffers=flow.pool_buffers,
+            feed=feed,
+            orders=orders,
+            delivery=flow.delivery,
+            stall_limit_s=flow.stall_limit_s,
+            stop_requested=stop,
+        )
+        yield from hub.run()
+        patience_s = 5.0
+    except BaseException:
+        patience_s = 0.0
+        raise
+    finally:
+        feed.close()
+        for worker in workers:
+            worker.stop(patience_s)
+
+
+def _most_tokens(run: Composition) -> int:
+    """Real tokens of the largest micro-batch that any plan of the run can make."""
+    plan = run.settings.plan
+    return min(plan.token_budget, plan.max_samples * int(run.source.lengths.max()))
+
+
+def _check_devices(settings: Settings) -> None:
+    faults = []
+    for role, names in (
+        ("target_devices", settings.flow.target_devices),
+        ("drafter_devices", settings.flow.drafter_devices),
+    ):
+        if not names:
+            faults.append(f"flow.{role}: empty; list at least one device, for example cpu or cuda:0")
+        for name in names:
+            kind, _, number = name.partition(":")
+            count = torch.cuda.device_count() if kind == "cuda" else 1
+            if kind not in ("cpu", "cuda") or (number and not number.isdigit()) or (number and int(number) >= count):
+                faults.append(f"flow.{role}: {name}: no such device here; there are cpu and {count} CUDA devices")
+    if len(settings.flow.drafter_devices) > 1:
+        faults.append("flow.drafter_devices: several drafter ranks are not supported yet; list one device")
+    if settings.flow.mode == "inline" and len(settings.flow.target_devices) > 1:
+        faults.append("flow.mode: inline runs one target; list one device in flow.target_devices or use pipeline")
+    if faults:
+        raise ConfigError(*faults)
+
+
+def _log_failure(run_dir: Path, fault: PacelineError, observer: Observer) -> None:
+    """Keep the traceback of a failed stage; the user sees one line."""
+    notes = getattr(fault, "__notes__", [])
+    if notes:
+        (run_dir / "failure.log").write_text("\n".join([*fault.faults, *notes]) + "\n", encoding="utf-8")
+    observer.event("failure", fault=str(fault))

@@ -1,1 +1,1 @@
-"""The room checkpoint."""
+"""What a run is, and storing it so that it appears whole."""

@@ -1,1 +1,1 @@
-"""The room feed."""
+"""Rows → padded host batches."""

@@ -1,1 +1,1 @@
-"""The room flow."""
+"""Worker processes, the pool of shared buffers, prefetch, and the hub that joins them."""

@@ -1,0 +1,54 @@
+# `make help` lists what there is. Everything happens in .venv; nothing outside this folder is touched.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
+
+export OMP_NUM_THREADS ?= 1
+export TOKENIZERS_PARALLELISM = false
+export HF_HUB_OFFLINE ?= 1
+
+.PHONY: help demo test check format bench clean
+
+help:  ## this list
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+
+demo: $(VENV)/.installed  ## the whole path on an embedded small target, on the CPU, in minutes
+	$(BIN)/paceline demo
+
+test: $(VENV)/.installed-dev $(VENV)/.oracles  ## the whole test suite
+	PACELINE_REQUIRE_ORACLES=1 $(BIN)/python -m pytest $(PYTEST_ARGUMENTS)
+
+check: $(VENV)/.installed-dev  ## lint, types, import contract
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/pyrefly check
+	$(BIN)/lint-imports
+
+format: $(VENV)/.installed-dev  ## mend what lint can mend
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(VENV)/.installed-dev  ## speed and memory, ratios taken in one run
+	set -e; for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script; done
+
+clean:  ## remove the environments and caches
+	rm -rf $(VENV) .venv-* .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' \
+	  || { echo "error: $(PYTHON) is $$($(PYTHON) -V 2>&1); Python 3.11 to 3.13 is needed: make PYTHON=/path/to/python3.12"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed: $(VENV)/bin/python pyproject.toml constraints.txt
+	@echo "installing into $(VENV) (the first time takes a few minutes)"
+	$(PIP) -e .
+	touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	$(PIP) -e '.[dev]'
+	touch $@
+
+$(VENV)/.oracles: $(VENV)/.installed-dev scripts/oracle_env.py
+	PYTHON=$(BIN)/python bash scripts/oracle_env.py
+	touch $@

@@ -1,0 +1,159 @@
+"""The run directory: what a run is, and whether a second start is the same run.
+
+Layout: ``settings.yaml`` (resolved), ``run.json`` (versions, fingerprints, drafter), ``store/``, ``metrics.jsonl``,
+``checkpoints/step-00000100/``, ``evaluation.json``, ``export/``, ``report.html``.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import paceline
+from paceline.config import Settings, dump_settings, load_settings
+from paceline.errors import RunDirectoryError
+
+SETTINGS, RUN, CHECKPOINTS, EVALUATION = "settings.yaml", "run.json", "checkpoints", "evaluation.json"
+
+FREE_SECTIONS = ("flow", "checkpoint", "evaluate", "observe")
+"""Sections that may change between two starts of one run: they do not change what is learned."""
+
+
+def write_whole(path: Path, text: str) -> None:
+    """A text file that appears whole: written aside, fsynced, renamed."""
+    aside = path.with_name(path.name + ".part")
+    with aside.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    aside.replace(path)
+
+
+def is_run_directory(path: Path) -> bool:
+    """Whether a run was started there."""
+    return (path / SETTINGS).is_file() and (path / RUN).is_file()
+
+
+def read_run_settings(run_dir: Path, overrides: Mapping[str, str] | None = None) -> Settings:
+    """Resolved settings of a run, overridden by dotted flags.
+
+    Raises:
+        RunDirectoryError: no run was started there.
+        ConfigError: the flags cannot be used.
+    """
+    if not is_run_directory(run_dir):
+        raise RunDirectoryError(
+            f"{run_dir}: no run here ({SETTINGS} and {RUN} are missing); give a run directory or a settings file"
+        )
+    settings = load_settings(run_dir / SETTINGS, overrides)
+    return settings.model_copy(update={"run_dir": str(run_dir)})
+
+
+def read_run_facts(run_dir: Path) -> dict[str, Any]:
+    """run.json of a run.
+
+    Raises:
+        RunDirectoryError: missing or damaged.
+    """
+    try:
+        return json.loads((run_dir / RUN).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise RunDirectoryError(f"{run_dir}: no run here ({RUN} is missing); give a run directory") from None
+    except json.JSONDecodeError as fault:
+        raise RunDirectoryError(f"{run_dir / RUN}: damaged ({fault}); start the run in a new directory") from None
+
+
+def open_run(settings: Settings, facts: Mapping[str, Any]) -> Path:
+    """Make the run directory, or check that it is this run's.
+
+    Args:
+        settings: resolved settings.
+        facts: what else makes the run what it is: ``drafter``, ``target_fingerprint``, ``data_fingerprint``, …
+
+    Returns:
+        The directory.
+
+    Raises:
+        RunDirectoryError: it belongs to another configuration (each difference in a line) or is something else.
+    """
+    run_dir = Path(settings.run_dir)
+    facts = {**json.loads(json.dumps(facts)), "versions": versions()}
+    if is_run_directory(run_dir):
+        faults = [*_changed_settings(run_dir, settings), *_changed_facts(run_dir, facts)]
+        if faults:
+            raise RunDirectoryError(*faults)
+        write_whole(run_dir / SETTINGS, dump_settings(settings))
+        return run_dir
+    if run_dir.exists() and not run_dir.is_dir():
+        raise RunDirectoryError(f"{run_dir}: is a file; give run_dir another name")
+    strangers = sorted(path.name for path in run_dir.iterdir() if path.name != "store") if run_dir.is_dir() else []
+    if strangers:
+        raise RunDirectoryError(
+            f"{run_dir}: not empty and no run of paceline ({', '.join(strangers[:4])}); give run_dir another name"
+        )
+    run_dir.mkdir(parents=True, exist_ok=True)
+    write_whole(run_dir / RUN, json.dumps(facts, indent=2) + "\n")
+    write_whole(run_dir / SETTINGS, dump_settings(settings))
+    return run_dir
+
+
+def add_evaluation(run_dir: Path, step: int, report: Mapping[str, Any]) -> None:
+    """Note what decoding held-out prompts gave at a step; an earlier note of the same step is replaced."""
+    kept = [entry for entry in read_evaluations(run_dir) if entry["step"] != step]
+    entries = sorted([*kept, {"step": step, **report}], key=lambda entry: entry["step"])
+    write_whole(run_dir / EVALUATION, json.dumps({"evaluations": entries}, indent=1) + "\n")
+
+
+def read_evaluations(run_dir: Path) -> list[dict[str, Any]]:
+    """Evaluations of a run by ascending step; step 0 is the untrained drafter."""
+    path = run_dir / EVALUATION
+    if not path.is_file():
+        return []
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))["evaluations"]
+    except (json.JSONDecodeError, KeyError) as fault:
+        raise RunDirectoryError(f"{path}: damaged ({fault}); remove it and evaluate again") from None
+
+
+def versions() -> dict[str, str]:
+    """Versions that a run depends on."""
+    names = ("torch", "transformers", "datasets", "numpy", "safetensors")
+    return {
+        "paceline": paceline.__version__,
+        "python": sys.version.split()[0],
+        "platform": platform.platform(),
+        **{name: importlib.metadata.version(name) for name in names},
+    }
+
+
+def _changed_settings(run_dir: Path, settings: Settings) -> Iterator[str]:
+    before = dict(_flat(load_settings(run_dir / SETTINGS).model_dump(mode="json")))
+    after = dict(_flat(settings.model_dump(mode="json")))
+    for name in after:
+        if name == "run_dir" or name.split(".")[0] in FREE_SECTIONS or before.get(name) == after[name]:
+            continue
+        yield (
+            f"{run_dir}: made with {name} = {before.get(name)!r}, asked for {after[name]!r}; "
+            f"give another run_dir (free to change in one run: {', '.join(FREE_SECTIONS)})"
+        )
+
+
+def _changed_facts(run_dir: Path, facts: Mapping[str, Any]) -> Iterator[str]:
+    before = read_run_facts(run_dir)
+    for name in facts:
+        if name != "versions" and before.get(name) != facts[name]:
+            yield f"{run_dir}: its {name.replace('_', ' ')} is not today's; what it was made from has changed"
+
+
+def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, inner in value.items():
+        if isinstance(inner, Mapping):
+            yield from _flat(inner, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", inner

@@ -1,0 +1,49 @@
+"""Rows to padded host batches, with the anchors of this epoch.
+
+Shape letters: B documents, W padded width, A anchors of the batch.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from paceline.contracts import AnchorSampler, HostBatch, PlannedBatch, SampleSource
+from paceline.errors import DataError
+
+
+def collate(
+    planned: PlannedBatch, source: SampleSource, sampler: AnchorSampler, *, seed: int, num_anchors: int, pad_id: int
+) -> HostBatch:
+    """The tokens of a planned batch, right-padded to its width.
+
+    Args:
+        planned: which rows, how wide.
+        source: where the tokens are.
+        sampler: chooses anchors; keyed by (seed, epoch, sample), so batch composition does not matter.
+        seed: of the run.
+        num_anchors: at most this many a sample.
+        pad_id: any id of the vocabulary; nothing attends to it.
+
+    Returns:
+        The host batch.
+
+    Raises:
+        DataError: a row is longer than the plan says (the store changed under the run).
+    """
+    samples = source.read(planned.rows)
+    lengths = np.array([len(ids) for ids, _ in samples], dtype=np.int64)
+    if int(lengths.max()) > planned.width or int(lengths.sum()) != planned.real_tokens:
+        row = int(planned.rows[int(lengths.argmax())])
+        raise DataError(
+            f"store: batch {planned.index} was planned with {planned.real_tokens} tokens in rows of at most "
+            f"{planned.width}, row {row} has {int(lengths.max())} and the batch {int(lengths.sum())}; prepare it again"
+        )
+    ids = np.full((len(samples), planned.width), pad_id, dtype=np.int64)
+    loss_mask = np.zeros((len(samples), planned.width), dtype=np.bool_)
+    anchors: list[np.ndarray] = []
+    for place, (row, (tokens, mask)) in enumerate(zip(planned.rows, samples, strict=True)):
+        ids[place, : len(tokens)] = tokens
+        loss_mask[place, : len(mask)] = mask
+        anchors.append(sampler(mask, seed=seed, epoch=planned.epoch, sample=int(row), limit=num_anchors))
+    counts = np.array([len(chosen) for chosen in anchors], dtype=np.int64)
+    return HostBatch(planned, ids, loss_mask, lengths, np.concatenate(anchors).astype(np.int64), counts)

@@ -1,0 +1,254 @@
+"""The hub: one event loop in the parent that hands work to target workers and features to drafter ranks.
+
+Every edge is a pipe with one reader and one writer, so a killed process can leave no lock behind. Backpressure is the
+number of free buffers. Buffers are handed out in plan order; a drafter is sent only micro-batches of the window that is
+open, so every step trains exactly what the plan gave it, whatever the timing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection, wait
+from typing import Any, Literal
+
+from paceline.contracts import HostBatch, StepReport
+from paceline.errors import Interrupted, PacelineError, StageError
+from paceline.flow.messages import (
+    BufferReleased,
+    CloseWindow,
+    DrafterTask,
+    Failed,
+    FeaturesReady,
+    Ready,
+    Reply,
+    SaveState,
+    StateSaved,
+    StepOrder,
+    TargetTask,
+    WindowClosed,
+    describe,
+)
+from paceline.flow.prefetch import Prefetcher
+from paceline.flow.worker import Worker
+
+Key = tuple[int, int]
+"""(epoch, index): a micro-batch of the run."""
+
+
+@dataclass(slots=True)
+class Waits:
+    """Seconds of one stage since the step before."""
+
+    busy: float = 0.0
+    starved: float = 0.0
+    blocked: float = 0.0
+
+
+class Hub:
+    """Joins target workers and drafter ranks.
+
+    Args:
+        targets, drafters: running workers; drafter *r* trains replica *r*.
+        num_buffers: buffers of the pool.
+        feed: host batches in plan order, ahead on a thread.
+        orders: the optimizer steps to take, in order.
+        delivery: ``ordered`` forwards in plan order, ``ready`` whatever of the open window is ready.
+        stall_limit_s: a worker without a sign of progress for this long is named and the run stopped.
+        stop_requested: asked between windows; True ends the run after the open window, with a checkpoint.
+    """
+
+    def __init__(
+        self,
+        targets: Sequence[Worker],
+        drafters: Sequence[Worker],
+        *,
+        num_buffers: int,
+        feed: Prefetcher[HostBatch],
+        orders: Sequence[StepOrder],
+        delivery: Literal["ordered", "ready"],
+        stall_limit_s: float,
+        stop_requested: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._targets, self._drafters, self._feed = list(targets), list(drafters), feed
+        self._orders, self._delivery = deque(orders), delivery
+        self._stall_limit_s, self._stop_requested = stall_limit_s, stop_requested
+        self._free = deque(range(num_buffers))
+        self._idle: deque[Worker] = deque()
+        self._next_host: HostBatch | None = None
+        self._computed: dict[Key, DrafterTask] = {}
+        self._open: StepOrder | None = None
+        self._missing: list[Key] = []
+        self._closing: dict[int, list[StepReport]] = {}
+        self._saving: dict[int, int] = {}
+        self._waits = {"target": Waits(), "drafter": Waits()}
+        self._last_look = time.perf_counter()
+        self.last_step: int | None = None
+
+    def run(self) -> Iterator[StepReport]:
+        """Take all steps; yields each report once all ranks have taken the step.
+
+        Raises:
+            StageError: a worker raised, died or fell silent; names stage, batch and samples.
+        """
+        yield from self._await_ready()
+        while self._orders or self._open is not None or self._closing or self._saving:
+            if self._open is None and self._stop_requested() and self._orders:
+                self._orders.clear()
+                if self.last_step is not None and self.last_step not in self._saving:
+                    self._save(self.last_step)
+            self._dispatch()
+            self._forward()
+            yield from self._listen()
+
+    def _await_ready(self) -> Iterator[StepReport]:
+        workers = [*self._targets, *self._drafters]
+        while not all(worker.ready for worker in workers):
+            if self._stop_requested():
+                raise Interrupted("stopped while the workers were starting; nothing was trained in this start")
+            yield from self._listen()
+        self._idle.extend(self._targets)
+        self._last_look = time.perf_counter()
+
+    def _dispatch(self) -> None:
+        self._account()
+        while self._idle and self._free:
+            if self._next_host is None:
+                self._next_host = self._take()
+            if self._next_host is None:
+                return
+            worker = self._idle.popleft()
+            worker.send(TargetTask(self._next_host, self._free.popleft()))
+            self._next_host = None
+
+    def _take(self) -> HostBatch | None:
+        try:
+            return self._feed.take()
+        except PacelineError:
+            raise
+        except Exception as fault:
+            raise StageError(f"stage feed failed: {type(fault).__name__}: {fault}") from fault
+
+    def _account(self) -> None:
+        """Idle target workers are starved while buffers are free, blocked while none is."""
+        now = time.perf_counter()
+        span, self._last_look = now - self._last_look, now
+        waits = self._waits["target"]
+        share = span * len(self._idle)
+        if self._free:
+            waits.starved += share
+        else:
+            waits.blocked += share
+
+    def _forward(self) -> None:
+        while True:
+            if self._open is None:
+                if not self._orders or self._stop_requested():
+                    return
+                self._open = self._orders.popleft()
+                self._missing = [(self._open.epoch, index) for index in self._open.batches]
+            candidates = self._missing[:1] if self._delivery == "ordered" else self._missing
+            key = next((key for key in candidates if key in self._computed), None)
+            if key is not None:
+                task = self._computed.pop(key)
+                self._missing.remove(key)
+                self._drafters[task.host.planned.replica].send(task)
+            elif self._missing:
+                return
+            if not self._missing:
+                self._close(self._open)
+
+    def _close(self, order: StepOrder) -> None:
+        self._open = None
+        self._closing[order.step] = []
+        self.last_step = order.step
+        for worker in self._drafters:
+            worker.send(CloseWindow(order))
+        if order.save:
+            self._save(order.step)
+
+    def _save(self, step: int) -> None:
+        self._saving[step] = len(self._drafters)
+        for worker in self._drafters:
+            worker.send(SaveState(step))
+
+    def _listen(self) -> Iterator[StepReport]:
+        workers = [*self._targets, *self._drafters]
+        by_handle: dict[Any, Worker] = {worker.connection: worker for worker in workers}
+        sentinels = {worker.process.sentinel: worker for worker in workers}
+        hungry = bool(self._idle) and bool(self._free) and self._next_host is None and not self._feed.finished
+        handles: list[Any] = [*by_handle, *sentinels, *([self._feed.wakeup] if hungry else [])]
+        ready = wait(handles, timeout=0.2)
+        for handle in ready:
+            if isinstance(handle, Connection) and handle in by_handle:
+                yield from self._receive(by_handle[handle])
+        for handle in ready:
+            if handle in sentinels:
+                worker = sentinels[handle]
+                yield from self._receive(worker)
+                raise StageError(f"stage {worker.name} {worker.death()} while working on {worker.doing()}")
+        self._watch(workers)
+
+    def _watch(self, workers: Sequence[Worker]) -> None:
+        for worker in workers:
+            if worker.silent_s() > self._stall_limit_s:
+                raise StageError(
+                    f"stage {worker.name} has shown no progress for {worker.silent_s():.0f} s while working on "
+                    f"{worker.doing()}; the limit is flow.stall_limit_s = {self._stall_limit_s:g}"
+                )
+
+    def _receive(self, worker: Worker) -> Iterator[StepReport]:
+        while True:
+            try:
+                if not worker.connection.poll():
+                    return
+                reply: Reply = worker.connection.recv()
+            except (EOFError, OSError):
+                return
+            worker.last_heard = time.monotonic()
+            yield from self._react(worker, reply)
+
+    def _react(self, worker: Worker, reply: Reply) -> Iterator[StepReport]:
+        payload = reply.payload
+        if isinstance(payload, Ready):
+            worker.ready = True
+            return
+        if isinstance(payload, Failed):
+            fault = StageError(f"stage {worker.name} failed on {payload.doing}: {payload.fault}")
+            fault.add_note(payload.trace)
+            raise fault
+        task = worker.outstanding.popleft()
+        waits = self._waits["target" if isinstance(payload, FeaturesReady) else "drafter"]
+        waits.busy += reply.busy_s
+        if isinstance(payload, FeaturesReady):
+            self._idle.append(worker)
+            planned = task.host.planned
+            self._computed[(planned.epoch, planned.index)] = DrafterTask(task.host, payload.buffer)
+            return
+        waits.starved += reply.waited_s
+        if isinstance(payload, BufferReleased):
+            self._free.append(payload.buffer)
+        elif isinstance(payload, WindowClosed):
+            reports = self._closing[payload.report.step]
+            reports.append(payload.report)
+            if len(reports) == len(self._drafters):
+                del self._closing[payload.report.step]
+                yield self._with_waits(reports[0])
+        elif isinstance(payload, StateSaved):
+            self._saving[payload.step] -= 1
+            if not self._saving[payload.step]:
+                del self._saving[payload.step]
+        else:
+            raise StageError(f"stage {worker.name} answered {describe(task)} with {type(payload).__name__}")
+
+    def _with_waits(self, report: StepReport) -> StepReport:
+        self._account()
+        waits_s = {
+            f"{stage}/{state}": getattr(waits, state)
+            for stage, waits in self._waits.items()
+            for state in ("busy", "starved", "blocked")
+        }
+        self._waits = {"target": Waits(), "drafter": Waits()}
+        return replace(report, waits_s=waits_s)

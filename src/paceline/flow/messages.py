@@ -1,0 +1,138 @@
+"""What travels between the hub and its workers. Tensors never do: a buffer of the pool is named by its number."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.contracts import HostBatch, StepReport
+
+
+@dataclass(frozen=True, slots=True)
+class StepOrder:
+    """One optimizer step as planned: which micro-batches, from where in the plan.
+
+    Attributes:
+        step: 1-based optimizer step of the run.
+        epoch, window: where in the plan.
+        batches: plan indices of the epoch that make up the window, ascending.
+        save: whether a checkpoint follows the step.
+    """
+
+    step: int
+    epoch: int
+    window: int
+    batches: range
+    save: bool
+
+
+@dataclass(frozen=True, slots=True)
+class TargetTask:
+    """For a target worker: run this batch and write its features into the buffer."""
+
+    host: HostBatch
+    buffer: int
+
+
+@dataclass(frozen=True, slots=True)
+class FeaturesReady:
+    """From a target worker: the buffer holds the features of its task."""
+
+    buffer: int
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterTask:
+    """For a drafter rank: learn from this batch, whose features are in the buffer."""
+
+    host: HostBatch
+    buffer: int
+
+
+@dataclass(frozen=True, slots=True)
+class BufferReleased:
+    """From a drafter rank: the buffer may be used again."""
+
+    buffer: int
+
+
+@dataclass(frozen=True, slots=True)
+class CloseWindow:
+    """For a drafter rank: all micro-batches of the window were sent; take the optimizer step."""
+
+    order: StepOrder
+
+
+@dataclass(frozen=True, slots=True)
+class WindowClosed:
+    """From a drafter rank: the step was taken."""
+
+    report: StepReport
+
+
+@dataclass(frozen=True, slots=True)
+class SaveState:
+    """For a drafter rank: write a checkpoint of the state after this step."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class StateSaved:
+    """From a drafter rank: the checkpoint is on disk."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """From a worker: built and waiting for work."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """From a worker: it raised.
+
+    Attributes:
+        doing: what it was working on, in words.
+        fault: one line.
+        trace: the traceback, for the log.
+    """
+
+    doing: str
+    fault: str
+    trace: str
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """For a worker: finish and leave."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """A worker's message with its times.
+
+    Attributes:
+        payload: one of the messages above.
+        waited_s: time without work since the reply before.
+        busy_s: time of work since the reply before.
+    """
+
+    payload: Any
+    waited_s: float = 0.0
+    busy_s: float = 0.0
+
+
+def describe(message: Any) -> str:
+    """A task in words, for faults: batch and samples."""
+    if isinstance(message, (TargetTask, DrafterTask)):
+        planned = message.host.planned
+        rows = [int(row) for row in planned.rows[:6]]
+        more = f" and {len(planned.rows) - 6} more" if len(planned.rows) > 6 else ""
+        return f"batch {planned.index} of epoch {planned.epoch} (samples {', '.join(map(str, rows))}{more})"
+    if isinstance(message, CloseWindow):
+        return f"optimizer step {message.order.step}"
+    if isinstance(message, SaveState):
+        return f"checkpoint of step {message.step}"
+    return "start-up"

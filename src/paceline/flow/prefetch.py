@@ -1,0 +1,80 @@
+"""Prefetch: makes items ahead on one thread, bounded in number, closable, and wakes a waiter through a pipe."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterator
+from multiprocessing import Pipe
+from typing import Generic, TypeVar
+
+Item = TypeVar("Item")
+
+
+class Prefetcher(Generic[Item]):
+    """Runs an iterator on a thread, at most ``ahead`` items in advance.
+
+    `wakeup` becomes readable when there is something new, so that an event loop can wait for this and for its workers
+    at once. An exception of the iterator is raised by `take`.
+
+    Args:
+        items: what to run; made use of on the thread only.
+        ahead: items that may wait.
+    """
+
+    def __init__(self, items: Iterator[Item], ahead: int) -> None:
+        self._items, self._ahead = items, ahead
+        self._queue: deque[Item] = deque()
+        self._fault: BaseException | None = None
+        self._closed = False
+        self._finished = False
+        self._changed = threading.Condition()
+        self.wakeup, self._bell = Pipe(duplex=False)
+        self._thread = threading.Thread(target=self._run, name="paceline feed", daemon=True)
+        self._thread.start()
+
+    def take(self) -> Item | None:
+        """The next item, or None when none is ready yet (or none is left: see `finished`)."""
+        while self.wakeup.poll():
+            self.wakeup.recv_bytes()
+        with self._changed:
+            if self._queue:
+                item = self._queue.popleft()
+                self._changed.notify()
+                return item
+            if self._fault is not None:
+                raise self._fault
+            return None
+
+    @property
+    def finished(self) -> bool:
+        """Whether the iterator has ended and everything was taken."""
+        with self._changed:
+            return self._finished and not self._queue and self._fault is None
+
+    def close(self) -> None:
+        """Stop the thread; items that wait are dropped. A thread that is stuck in its iterator is left to die alone."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        self._thread.join(2.0)
+        if not self._thread.is_alive():
+            self._bell.close()
+            self.wakeup.close()
+
+    def _run(self) -> None:
+        try:
+            for item in self._items:
+                with self._changed:
+                    while len(self._queue) >= self._ahead and not self._closed:
+                        self._changed.wait()
+                    if self._closed:
+                        return
+                    self._queue.append(item)
+                self._bell.send_bytes(b"1")
+        except BaseException as fault:  # noqa: BLE001 - handed to the reader, which raises it
+            with self._changed:
+                self._fault = fault
+        with self._changed:
+            self._finished = True
+        self._bell.send_bytes(b"1")

@@ -1,0 +1,152 @@
+"""Worker processes: a stage in a process of its own, joined to the hub by one pipe.
+
+The child reads its pipe on a thread, so that the hub's sends never wait for work in progress, and ends itself when the
+pipe closes (the parent is gone). Children ignore Ctrl-C: the parent decides what happens then.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from typing import Any, Protocol
+
+import torch
+import torch.multiprocessing as multiprocessing
+
+from paceline.errors import PacelineError
+from paceline.flow.messages import Failed, Ready, Reply, Stop, describe
+
+
+class Stage(Protocol):
+    """The work of one process."""
+
+    def handle(self, message: Any) -> Iterator[Any]:
+        """Do one task; yield the messages that answer it."""
+        ...
+
+
+def run_child(connection: Connection, threads: int, factory: Callable[..., Stage], arguments: tuple[Any, ...]) -> None:
+    """Main function of a worker process.
+
+    Args:
+        connection: this worker's end of the pipe.
+        threads: CPU threads of torch.
+        factory: builds the stage from ``arguments``; both must pickle.
+        arguments: for the factory.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    torch.set_num_threads(threads)
+    inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    threading.Thread(target=_read, args=(connection, inbox), daemon=True).start()
+    message: Any = None
+    try:
+        stage = factory(*arguments)
+        connection.send(Reply(Ready()))
+        while True:
+            began = time.perf_counter()
+            message = inbox.get()
+            waited_s = time.perf_counter() - began
+            if isinstance(message, Stop):
+                break
+            began = time.perf_counter()
+            for payload in stage.handle(message):
+                now = time.perf_counter()
+                connection.send(Reply(payload, waited_s, now - began))
+                waited_s, began = 0.0, time.perf_counter()
+    except (BrokenPipeError, ConnectionResetError):
+        os._exit(1)
+    except Exception as fault:  # noqa: BLE001 - sent to the parent, which stops the run
+        line = str(fault) if isinstance(fault, PacelineError) else f"{type(fault).__name__}: {fault}"
+        line = line.strip().splitlines()[0] if line.strip() else type(fault).__name__
+        connection.send(Reply(Failed(describe(message), line, traceback.format_exc())))
+        os._exit(1)
+    connection.close()
+    os._exit(0)
+
+
+def _read(connection: Connection, inbox: queue.SimpleQueue[Any]) -> None:
+    while True:
+        try:
+            message = connection.recv()
+        except (EOFError, OSError):
+            os._exit(1)
+        inbox.put(message)
+        if isinstance(message, Stop):
+            return
+
+
+class Worker:
+    """The parent's handle of a worker process.
+
+    Args:
+        name: shown in faults, for example ``target 0 (cpu)``.
+        factory, arguments, threads: see `run_child`.
+    """
+
+    def __init__(
+        self, name: str, factory: Callable[..., Stage], arguments: tuple[Any, ...], *, threads: int = 1
+    ) -> None:
+        self.name = name
+        self.outstanding: deque[Any] = deque()
+        """Tasks sent and not yet answered in full, oldest first."""
+        self.last_heard = time.monotonic()
+        self.ready = False
+        context = multiprocessing.get_context("spawn")
+        self.connection, theirs = context.Pipe()
+        self.process = context.Process(
+            target=run_child, args=(theirs, threads, factory, arguments), daemon=True, name=f"paceline {name}"
+        )
+        self.process.start()
+        theirs.close()
+
+    def send(self, task: Any) -> None:
+        """Hand over a task; a worker that is gone shows at its sentinel, not here."""
+        if not self.outstanding:
+            self.last_heard = time.monotonic()
+        self.outstanding.append(task)
+        try:
+            self.connection.send(task)
+        except (BrokenPipeError, ConnectionResetError):
+            self.last_heard = time.monotonic()
+
+    def doing(self) -> str:
+        """What the worker is working on, in words."""
+        if not self.ready:
+            return "start-up"
+        return describe(self.outstanding[0]) if self.outstanding else "nothing"
+
+    def silent_s(self) -> float:
+        """Seconds without a sign of progress while there is work; 0 when idle."""
+        busy = bool(self.outstanding) or not self.ready
+        return time.monotonic() - self.last_heard if busy else 0.0
+
+    def death(self) -> str:
+        """How the process ended, in words."""
+        code = self.process.exitcode
+        if code is not None and code < 0:
+            return f"was killed by {signal.Signals(-code).name}"
+        return f"ended with exit code {code}"
+
+    def stop(self, patience_s: float) -> None:
+        """End the process: politely, then with SIGTERM, then with SIGKILL."""
+        if self.process.is_alive():
+            try:
+                self.connection.send(Stop())
+            except (BrokenPipeError, ConnectionResetError, OSError):
+                patience_s = 0.0
+            self.process.join(patience_s)
+        if self.process.is_alive():
+            self.process.terminate()
+            self.process.join(1.0)
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join()
+        self.connection.close()
+        self.process.close()
