@@ -74,7 +74,9 @@ CATALOGUE: tuple[Metric, ...] = (
     Metric("loss", "nat", "Σ weighted loss / Σ weight, divided once for the whole window", _WINDOW, "ratio", "lower"),
     Metric("tau", "token", "acceptance length: 1 + mean streak; tokens per target pass", _BLOCKS, "ratio", "higher"),
     Metric("learning_rate", "1", "learning rate of the step", _WINDOW, "last"),
-    Metric("real_tokens_per_s", "token/s", "real context tokens through the target a second", _WINDOW, "ratio", "higher"),
+    Metric(
+        "real_tokens_per_s", "token/s", "real context tokens through the target a second", _WINDOW, "ratio", "higher"
+    ),
     Metric("draft_positions_per_s", "position/s", "anchors × block size trained a second", _WINDOW, "ratio", "higher"),
     Metric("padding_efficiency", "1", "real tokens / padded tokens", _WINDOW, "ratio", "higher"),
     # Objective.
@@ -83,18 +85,28 @@ CATALOGUE: tuple[Metric, ...] = (
     Metric("schedule/noise_ratio", "1", "share of noised inputs", _WINDOW, "last"),
     # Acceptance.
     Metric("acceptance/streak", "token", "accepted drafts of a block, bonus excluded", _BLOCKS, "ratio", "higher"),
-    Metric("acceptance/slot_{slot}", "1", "slot accepted, given that all earlier ones were", _BLOCKS, "ratio", "higher"),
+    Metric(
+        "acceptance/slot_{slot}", "1", "slot accepted, given that all earlier ones were", _BLOCKS, "ratio", "higher"
+    ),
     Metric("accuracy/all", "1", "slot's top-1 draft is the label, over all slots", _SLOTS, "ratio", "higher"),
-    Metric("accuracy/slot_{slot}", "1", "slot's top-1 draft is the label, whatever came before", _SLOTS, "ratio", "higher"),
-    Metric("coverage/top_{k}_slot_{slot}", "1", "label is among the slot's k likeliest tokens", _SLOTS, "ratio", "higher"),
-    Metric("tree/streak_{nodes}", "token", "accepted depth of a DDTree of that node budget", _BLOCKS, "ratio", "higher"),
+    Metric(
+        "accuracy/slot_{slot}", "1", "slot's top-1 draft is the label, whatever came before", _SLOTS, "ratio", "higher"
+    ),
+    Metric(
+        "coverage/top_{k}_slot_{slot}", "1", "label is among the slot's k likeliest tokens", _SLOTS, "ratio", "higher"
+    ),
+    Metric(
+        "tree/streak_{nodes}", "token", "accepted depth of a DDTree of that node budget", _BLOCKS, "ratio", "higher"
+    ),
     Metric("tree/surrogate_{nodes}", "token", "depth that the drafter itself expects of that tree", _BLOCKS, "ratio"),
     Metric("tree/tau_{nodes}", "token", "1 + mean tree streak", _BLOCKS, "ratio", "higher"),
     # Optimizer.
     Metric("gradient/norm", "1", "gradient norm before clipping", "steps that were not skipped", "ratio"),
     Metric("gradient/norm_max", "1", "largest gradient norm before clipping", "steps that were not skipped", "max"),
     Metric("gradient/clipped", "1", "share of steps whose gradient was scaled down", "optimizer steps", "ratio"),
-    Metric("gradient/skipped", "1", "share of steps skipped for a gradient that is not finite", "optimizer steps", "ratio"),
+    Metric(
+        "gradient/skipped", "1", "share of steps skipped for a gradient that is not finite", "optimizer steps", "ratio"
+    ),
     Metric("norms/unmoved", "1", "share of norm weights still at their first value", "norm weights", "last", "lower"),
     # What the window held.
     Metric("window/samples", "sample", "samples, the batch size of the step", _WINDOW, "per_step"),
@@ -122,7 +134,9 @@ CATALOGUE: tuple[Metric, ...] = (
     Metric("speed/seconds_per_step", "s", "wall time of an optimizer step", "optimizer steps", "ratio", "lower"),
     Metric("speed/padded_tokens_per_s", "token/s", "context tokens with padding a second", _WINDOW, "ratio"),
     Metric("speed/samples_per_s", "sample/s", "samples a second", _WINDOW, "ratio", "higher"),
-    Metric("speed/mfu_{stage}", "1", "model FLOPs a second / the device's peak", "devices of the stage", "last", "higher"),
+    Metric(
+        "speed/mfu_{stage}", "1", "model FLOPs a second / the device's peak", "devices of the stage", "last", "higher"
+    ),
     Metric("stage/{stage}/{state}", "1", "share of the step's wall time in one state", "one stage", "ratio"),
     Metric("queue/{queue}_items", "item", "items waiting in a channel", "one channel", "last"),
     Metric("queue/{queue}_bytes", "B", "bytes waiting in a channel", "one channel", "last"),
@@ -165,7 +179,7 @@ def find(name: str) -> Metric:
 
 
 def number_of(name: str, family: str) -> int | None:
-    """The number in a name of a family with one numeric placeholder: ``("loss/bucket_3", "loss/bucket_{bucket}")`` → 3."""
+    """The number in a name of a one-number family: ``("loss/bucket_3", "loss/bucket_{bucket}")`` → 3; else None."""
     found = _compiled(family).fullmatch(name)
     return int(found.group(1)) if found else None
 

@@ -1,0 +1,175 @@
+"""metrics.jsonl: one JSON object a line, the truth of a run. Writing, cutting back on resume, reading what is there.
+
+Each line goes to the operating system by itself, so it survives the death of the process at any moment; at worst the
+last line is half written, and the next start cuts it off. Line kinds:
+
+- ``header``: once a start; ``format`` is the version of this file's layout.
+- ``step``: ``values`` by metric name (null = not a number) and, for ratios, their denominators in ``weights``. It covers
+  ``steps`` optimizer steps up to and including ``step``.
+- ``event``: anything else that happened, with the last step before it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from paceline.errors import RunDirectoryError
+
+METRICS_FILE = "metrics.jsonl"
+FORMAT = 1
+
+
+class HeaderLine(msgspec.Struct, frozen=True, tag_field="kind", tag="header"):
+    """Written at each start of the run."""
+
+    step: int
+    time: float
+    format: int
+    total_steps: int
+    header: dict[str, Any]
+
+
+class StepLine(msgspec.Struct, frozen=True, tag_field="kind", tag="step"):
+    """Metrics of ``steps`` optimizer steps, the last of which is ``step`` (1-based)."""
+
+    step: int
+    time: float
+    steps: int
+    epoch: int
+    window: int
+    batches: list[int]
+    values: Mapping[str, float | None]
+    weights: Mapping[str, float | None]
+
+
+class EventLine(msgspec.Struct, frozen=True, tag_field="kind", tag="event"):
+    """Something that happened after ``step``."""
+
+    step: int
+    time: float
+    event: str
+    fields: dict[str, Any]
+
+
+Line = HeaderLine | StepLine | EventLine
+
+
+class _Place(msgspec.Struct):
+    """The part of a line that cutting back needs."""
+
+    step: int
+    kind: str
+
+
+_ENCODER = msgspec.json.Encoder(enc_hook=str)
+_DECODER = msgspec.json.Decoder(Line)
+_STEP = msgspec.json.Decoder(StepLine)
+_PLACE = msgspec.json.Decoder(_Place)
+
+
+class MetricsFile:
+    """Appends lines to a metrics file.
+
+    Args:
+        path: the file; made if it is not there.
+        first_step: step of the checkpoint that the run goes on from; lines after it are cut off, for they will be
+            written again.
+
+    Raises:
+        RunDirectoryError: the file cannot be written, or is no metrics file.
+    """
+
+    def __init__(self, path: Path, first_step: int) -> None:
+        self.path = path
+        try:
+            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+            with path.open("rb") as stream:
+                keep, last = _length_to_keep(stream.read(), first_step, path)
+            os.ftruncate(self._descriptor, keep)
+        except RunDirectoryError:
+            raise
+        except OSError as fault:
+            raise _unwritable(path, fault) from fault
+        self.last_step_line = last
+        """The newest step line that was kept, if any."""
+
+    def append(self, line: Line) -> None:
+        """Write one line through to the operating system.
+
+        Raises:
+            RunDirectoryError: disk full, or the directory is gone.
+        """
+        data = _ENCODER.encode(line) + b"\n"
+        try:
+            while data:
+                data = data[os.write(self._descriptor, data) :]
+        except OSError as fault:
+            raise _unwritable(self.path, fault) from fault
+
+    def close(self) -> None:
+        """Sync to the disk and close."""
+        try:
+            os.fsync(self._descriptor)
+        except OSError as fault:
+            raise _unwritable(self.path, fault) from fault
+        finally:
+            os.close(self._descriptor)
+
+
+def read_lines(path: Path) -> tuple[list[Line], list[str]]:
+    """All lines that can be read, and one sentence for each thing that is missing.
+
+    Raises:
+        RunDirectoryError: no such file, it cannot be read, or nothing in it is a metric line.
+    """
+    try:
+        raw = path.read_bytes()
+    except OSError as fault:
+        raise RunDirectoryError(f"{path}: cannot be read ({fault.strerror}); give the directory of a run") from fault
+    rows = raw.split(b"\n")
+    tail = rows.pop()
+    lines: list[Line] = []
+    bad: list[int] = []
+    for number, row in enumerate(rows, 1):
+        try:
+            lines.append(_DECODER.decode(row))
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            bad.append(number)
+    if bad and not lines:
+        raise RunDirectoryError(f"{path}: not a metrics file of paceline (line 1 is no metric line); give another run")
+    notes: list[str] = []
+    if bad:
+        shown = ", ".join(map(str, bad[:5])) + (", …" if len(bad) > 5 else "")
+        notes.append(f"{path.name}: {len(bad)} of {len(rows)} lines cannot be read and are left out (line {shown})")
+    if tail:
+        notes.append(f"{path.name}: the last line is half written (the run was killed or still writes) and is left out")
+    return lines, notes
+
+
+def _length_to_keep(raw: bytes, first_step: int, path: Path) -> tuple[int, StepLine | None]:
+    """Bytes up to the first line after ``first_step`` or up to a half-written last line; the last step line kept."""
+    keep = 0
+    newest: bytes | None = None
+    while (end := raw.find(b"\n", keep)) >= 0:
+        try:
+            place = _PLACE.decode(raw[keep:end])
+        except msgspec.DecodeError as fault:
+            number = raw.count(b"\n", 0, keep) + 1
+            raise RunDirectoryError(
+                f"{path}:{number}: not a metric line ({fault}); move the file away or give another run directory"
+            ) from fault
+        if place.step > first_step:
+            break
+        if place.kind == "step":
+            newest = raw[keep:end]
+        keep = end + 1
+    return keep, _STEP.decode(newest) if newest is not None else None
+
+
+def _unwritable(path: Path, fault: OSError) -> RunDirectoryError:
+    return RunDirectoryError(f"{path}: cannot be written ({fault.strerror}); free space or repair it, then run again")

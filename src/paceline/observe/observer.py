@@ -1,0 +1,239 @@
+"""The observer: what a run measures goes in here and comes out at metrics.jsonl, the console and the mirrors."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from paceline.config import ObserveConfig
+from paceline.contracts import StepReport
+from paceline.errors import PacelineError, TrackerError
+from paceline.observe.console import View, open_view
+from paceline.observe.lines import FORMAT, METRICS_FILE, EventLine, HeaderLine, MetricsFile, StepLine
+from paceline.observe.mirror import Mirror, Sink
+from paceline.observe.sinks import SINKS, SinkContext, wanted
+from paceline.observe.tally import Tally
+
+_SPEED_MEMORY = 0.9
+"""How much of the recent seconds per step survives one more step; about the last ten steps count."""
+
+
+def open_observer(
+    settings: ObserveConfig,
+    run_dir: Path,
+    *,
+    total_steps: int,
+    header: dict[str, Any],
+    first_step: int = 0,
+    console: Console | None = None,
+    sinks: Mapping[str, Callable[[SinkContext], Sink]] | None = None,
+) -> Observer:
+    """Start everything that listens to a run. Nothing is written before every mirror has started.
+
+    Args:
+        settings: what is on.
+        run_dir: directory of the run; made if it is not there.
+        total_steps: optimizer steps planned.
+        header: facts of the run, written into metrics.jsonl and the mirrors' configuration; ``samples_per_epoch`` in it
+            gives the epoch coverage, ``bucket_edges`` (longest length of each bucket) names the buckets in the report.
+        first_step: step of the checkpoint that the run goes on from; later lines of metrics.jsonl are cut off.
+        console: where progress goes; standard error if unset.
+        sinks: mirrors by name, opened on top of those that the settings ask for.
+
+    Raises:
+        TrackerError: a mirror cannot start.
+        RunDirectoryError: metrics.jsonl cannot be written or is something else.
+    """
+    console = console or Console(stderr=True, highlight=False, soft_wrap=True)
+    context = SinkContext(settings=settings, run_dir=run_dir, header=header, first_step=first_step)
+    asked = {name: SINKS[name] for name in wanted(settings)} | dict(sinks or {})
+    observer = Observer(settings, run_dir, total_steps=total_steps, header=header, first_step=first_step)
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        for name, opener in asked.items():
+            observer._add_mirror(name, opener, context)
+        observer._begin(console)
+    except OSError as fault:
+        observer._abandon()
+        if isinstance(fault, PacelineError):
+            raise
+        raise TrackerError(f"{run_dir}: cannot be made ({fault.strerror}); give another run_dir") from fault
+    except PacelineError:
+        observer._abandon()
+        raise
+    return observer
+
+
+class Observer:
+    """Takes in step reports, gauges and events. Made by `open_observer`; all methods but `close` return at once."""
+
+    def __init__(
+        self, settings: ObserveConfig, run_dir: Path, *, total_steps: int, header: dict[str, Any], first_step: int
+    ) -> None:
+        self._settings = settings
+        self._run_dir = run_dir
+        self._total_steps = total_steps
+        self._header = header
+        self._step = first_step
+        self._tally = Tally()
+        self._lock = threading.Lock()
+        self._mirrors: list[Mirror] = []
+        self._file: MetricsFile | None = None
+        self._view: View | None = None
+        self._early_warnings: list[str] = []
+        self._recent_s: float | None = None
+        self._epoch = -1
+        self._epoch_samples = 0.0
+        self._last_report: StepReport | None = None
+
+    def step(self, report: StepReport) -> None:
+        """Take in one optimizer step.
+
+        Raises:
+            MetricError: the report has a ratio that the catalogue does not know.
+            RunDirectoryError: metrics.jsonl can no longer be written.
+        """
+        self._tally.add(report)
+        self._step = report.step
+        self._last_report = report
+        if report.epoch != self._epoch:
+            self._epoch, self._epoch_samples = report.epoch, 0.0
+        self._epoch_samples += report.samples
+        previous = report.seconds if self._recent_s is None else self._recent_s
+        self._recent_s = _SPEED_MEMORY * previous + (1 - _SPEED_MEMORY) * report.seconds
+        if self._view is not None:
+            self._view.advance(report.step)
+        if report.step % self._settings.every_steps == 0 or report.step >= self._total_steps:
+            self._flush()
+
+    def gauge(self, name: str, value: float) -> None:
+        """Set a value that is read rather than counted (queue depth, memory); it goes out with the next line.
+
+        Raises:
+            MetricError: the name is not in the catalogue, or is counted rather than read.
+        """
+        self._tally.gauge(name, value)
+
+    def event(self, kind: str, **fields: Any) -> None:
+        """Write down something that happened, such as ``checkpoint``; the steps before it go out first.
+
+        Call it at every checkpoint: then lines end there, and resuming loses none.
+        """
+        self._flush()
+        self._event(kind, fields)
+
+    def note(self, text: str) -> None:
+        """Tell the user something, and write it down."""
+        self._event("note", {"text": text})
+        if self._view is not None:
+            self._view.note(text)
+
+    def warn(self, text: str) -> None:
+        """Tell the user something to look at, and write it down. May be called from any thread."""
+        if self._view is None:
+            self._early_warnings.append(text)
+            return
+        self._event("warning", {"text": text})
+        self._view.warn(text)
+
+    def close(self, status: str = "finished") -> None:
+        """Write what is left, end the mirrors within their limit, release the terminal. A second call does nothing.
+
+        Args:
+            status: how the run ended: ``finished``, ``interrupted`` or ``failed: why``.
+        """
+        if self._file is None:
+            return
+        self._flush()
+        for mirror in self._mirrors:
+            mirror.finish(status)
+        deadline = time.monotonic() + self._settings.mirror_close_limit_s
+        for mirror in self._mirrors:
+            mirror.join(max(deadline - time.monotonic(), 0.0))
+        dropped = {mirror.name: mirror.dropped for mirror in self._mirrors if mirror.dropped}
+        self._event("closed", {"status": status} | ({"dropped_lines": dropped} if dropped else {}))
+        if self._view is not None:
+            self._view.close(status)
+        with self._lock:
+            self._file.close()
+            self._file = None
+
+    def _add_mirror(self, name: str, opener: Callable[[SinkContext], Sink], context: SinkContext) -> None:
+        settings = self._settings
+        self._mirrors.append(
+            Mirror(
+                name,
+                lambda: opener(context),
+                queue_lines=settings.mirror_queue_lines,
+                start_limit_s=settings.mirror_start_limit_s,
+                warn=self.warn,
+            )
+        )
+
+    def _begin(self, console: Console) -> None:
+        self._file = MetricsFile(self._run_dir / METRICS_FILE, self._step)
+        before = self._file.last_step_line
+        if before is not None:
+            self._epoch = before.epoch
+            self._epoch_samples = before.values.get("progress/epoch_samples") or 0.0
+            self._recent_s = before.values.get("speed/seconds_per_step")
+        self._file.append(HeaderLine(self._step, time.time(), FORMAT, self._total_steps, self._header))
+        self._view = open_view(self._settings, console, total_steps=self._total_steps, first_step=self._step)
+        for text in self._early_warnings:
+            self.warn(text)
+
+    def _abandon(self) -> None:
+        for mirror in self._mirrors:
+            mirror.finish("failed: the run did not start")
+        for mirror in self._mirrors:
+            mirror.join(self._settings.mirror_close_limit_s)
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _flush(self) -> None:
+        report = self._last_report
+        if not self._tally.steps or report is None:
+            return
+        self._progress()
+        values, weights = self._tally.values()
+        line = StepLine(
+            step=report.step,
+            time=time.time(),
+            steps=self._tally.steps,
+            epoch=report.epoch,
+            window=report.window,
+            batches=self._tally.batches,
+            values=values,
+            weights=weights,
+        )
+        self._tally = Tally()
+        self._send(line)
+        if self._view is not None:
+            self._view.show(line)
+
+    def _progress(self) -> None:
+        gauge = self._tally.gauge
+        if self._total_steps > 0:
+            gauge("progress/share", self._step / self._total_steps)
+        if self._recent_s is not None:
+            gauge("progress/time_left_s", self._recent_s * max(self._total_steps - self._step, 0))
+        gauge("progress/epoch_samples", self._epoch_samples)
+        samples = self._header.get("samples_per_epoch")
+        if samples:
+            gauge("progress/epoch_coverage", self._epoch_samples / samples)
+
+    def _event(self, kind: str, fields: dict[str, Any]) -> None:
+        self._send(EventLine(step=self._step, time=time.time(), event=kind, fields=fields))
+
+    def _send(self, line: StepLine | EventLine) -> None:
+        with self._lock:
+            if self._file is not None:
+                self._file.append(line)
+        for mirror in self._mirrors:  # outside the lock: a mirror that overflows warns, and a warning is an event
+            mirror.put(line)
