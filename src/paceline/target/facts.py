@@ -1,0 +1,207 @@
+"""What must be known of a target before its weights are loaded. No torch is imported here by paceline itself."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from paceline.contracts import TargetFacts
+from paceline.errors import TargetError
+from paceline.target.folder import fingerprint, resolve_folder
+
+LAYER_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+HIDDEN_KEYS = ("hidden_size", "n_embd", "d_model", "dim")
+
+
+def describe(path: str, trust_remote_code: bool = False) -> TargetFacts:
+    """Facts of a target, read from its folder.
+
+    Args:
+        path: folder, ``.gguf`` file or hub name.
+        trust_remote_code: whether configuration code that comes with the target may run.
+
+    Raises:
+        TargetError: one line: no such folder, no or broken config.json, not a causal language model, sizes missing.
+    """
+    folder = resolve_folder(path)
+    config = read_config(path, trust_remote_code)
+    text = config.get_text_config(decoder=True)
+    raw = _raw_config(folder)
+    num_layers, hidden = _first(text, LAYER_KEYS), _first(text, HIDDEN_KEYS)
+    vocab = _first(text, ("vocab_size",))
+    missing = [
+        name for name, value in (("layers", num_layers), ("hidden size", hidden), ("vocabulary", vocab)) if not value
+    ]
+    if missing:
+        raise TargetError(
+            f"target.path = {path}: its configuration ({text.model_type}) does not say its {', '.join(missing)}; "
+            "such an architecture cannot be a target"
+        )
+    heads = _first(text, ("num_attention_heads", "n_head", "n_heads"))
+    return TargetFacts(
+        path=path,
+        architecture=(config.architectures or [type(config).__name__])[0],
+        model_type=text.model_type,
+        num_layers=num_layers,
+        hidden_size=hidden,
+        vocab_size=vocab,
+        intermediate_size=_first(text, ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")),
+        num_attention_heads=heads,
+        num_key_value_heads=_first(text, ("num_key_value_heads", "multi_query_group_num")) or heads,
+        head_dim=_first(text, ("head_dim",)) or (hidden // heads if heads else None),
+        rms_norm_eps=_real(text, ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps")),
+        rope_theta=_rope_theta(text),
+        max_position_embeddings=_first(text, ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx")),
+        initializer_range=_real(text, ("initializer_range",)),
+        tied_head=_tied(config, text),
+        bos_token_id=_token(config, text, "bos_token_id"),
+        eos_token_ids=_stop_tokens(folder, config, text),
+        pad_token_id=_token(config, text, "pad_token_id"),
+        fingerprint=fingerprint(folder, raw),
+    )
+
+
+def read_config(path: str, trust_remote_code: bool = False) -> Any:
+    """The target's transformers configuration, refused in one line when it is no causal language model's."""
+    folder = resolve_folder(path)
+    options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "local_files_only": True}
+    if path.endswith(".gguf"):
+        options["gguf_file"] = Path(path).name
+    elif not (folder / "config.json").is_file():
+        raise TargetError(f"target.path = {path}: holds no config.json; give the folder of a Hugging Face causal LM")
+    raw = _raw_config(folder)
+    if raw.get("auto_map") and not trust_remote_code and not _known_type(raw.get("model_type")):
+        raise TargetError(
+            f"target.path = {path}: model_type {raw.get('model_type')!r} comes with code of its own; read that code, "
+            "then set target.trust_remote_code to true"
+        )
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(str(folder), **options)
+    except (ValueError, KeyError, TypeError, OSError, ImportError, AttributeError) as fault:
+        raise TargetError(f"target.path = {path}: config.json cannot be used ({first_line(fault)})") from fault
+    _check_causal(path, config, raw)
+    return config
+
+
+def first_line(fault: BaseException) -> str:
+    """The first line of an exception's text, or its class name."""
+    text = str(fault).strip()
+    return text.splitlines()[0] if text else type(fault).__name__
+
+
+def causal_classes(model_type: str) -> list[str]:
+    """Names of the transformers classes that are causal language models (or wrap one) for a model type."""
+    from transformers.models.auto import modeling_auto as auto
+
+    tables = (
+        auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+        auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+    )
+    return [table[model_type] for table in tables if model_type in table]
+
+
+def _known_type(model_type: str | None) -> bool:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    return model_type in CONFIG_MAPPING_NAMES
+
+
+def _check_causal(path: str, config: Any, raw: dict[str, Any]) -> None:
+    if "AutoModelForCausalLM" in raw.get("auto_map", {}):
+        return
+    known = causal_classes(config.model_type)
+    named = (config.architectures or known)[:1]
+    reason = None
+    if getattr(config, "is_encoder_decoder", False):
+        reason = "is an encoder-decoder"
+    elif not known:
+        reason = "is not a causal language model in the installed transformers"
+    elif hasattr(config.get_text_config(decoder=True), "is_decoder") and "is_decoder" in raw and not raw["is_decoder"]:
+        reason = "is an encoder (is_decoder false)"
+    elif (
+        named
+        and named[0] not in known
+        and not named[0].endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration"))
+    ):
+        reason = f"was saved as {named[0]}, which predicts no next token"
+    if reason:
+        raise TargetError(f"target.path = {path}: model_type {config.model_type!r} {reason}; give a causal LM")
+
+
+def _raw_config(folder: Path) -> dict[str, Any]:
+    file = folder / "config.json"
+    if not file.is_file():
+        return {}
+    try:
+        raw = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as fault:
+        raise TargetError(f"{file}: not readable as JSON ({first_line(fault)}); fetch the file again") from fault
+    if not isinstance(raw, dict):
+        raise TargetError(f"{file}: holds a {type(raw).__name__} instead of an object; fetch the file again")
+    return raw
+
+
+def _first(config: Any, names: tuple[str, ...]) -> Any:
+    """The first whole number among attributes; lists (one entry a layer) give their largest."""
+    for name in names:
+        value = getattr(config, name, None)
+        if isinstance(value, (list, tuple)) and value and all(isinstance(entry, int) for entry in value):
+            value = max(value)
+        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            return value
+    return None
+
+
+def _real(config: Any, names: tuple[str, ...]) -> float | None:
+    for name in names:
+        value = getattr(config, name, None)
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            return float(value)
+    return None
+
+
+def _rope_theta(text: Any) -> float | None:
+    parameters = getattr(text, "rope_parameters", None)
+    if isinstance(parameters, dict):
+        if "rope_theta" in parameters:
+            return float(parameters["rope_theta"])
+        for kind in ("full_attention", *parameters):  # one entry a layer kind
+            entry = parameters.get(kind)
+            if isinstance(entry, dict) and "rope_theta" in entry:
+                return float(entry["rope_theta"])
+    return _real(text, ("rope_theta", "rotary_emb_base"))
+
+
+def _tied(config: Any, text: Any) -> bool:
+    """Whether the head shares the embedding's weights; a wrapper's own word counts before its text part's."""
+    own = getattr(config, "tie_word_embeddings", None)
+    return bool(getattr(text, "tie_word_embeddings", False) if own is None else own)
+
+
+def _token(config: Any, text: Any, name: str) -> int | None:
+    for place in (text, config):
+        value = getattr(place, name, None)
+        value = value[0] if isinstance(value, (list, tuple)) and value else value
+        if isinstance(value, int) and value >= 0:
+            return value
+    return None
+
+
+def _stop_tokens(folder: Path, config: Any, text: Any) -> tuple[int, ...]:
+    """End tokens: those that generation stops at where the folder says so, else the configuration's."""
+    file = folder / "generation_config.json"
+    candidates: list[Any] = []
+    if file.is_file():
+        try:
+            candidates.append(json.loads(file.read_text(encoding="utf-8")).get("eos_token_id"))
+        except (ValueError, AttributeError) as fault:
+            raise TargetError(f"{file}: not readable as JSON ({first_line(fault)}); fetch the file again") from fault
+    candidates += [getattr(text, "eos_token_id", None), getattr(config, "eos_token_id", None)]
+    for value in candidates:
+        if value is not None:
+            return tuple(value) if isinstance(value, (list, tuple)) else (int(value),)
+    return ()

@@ -1,0 +1,135 @@
+"""Loading a target: any causal language model that transformers can load, frozen, with taps.
+
+Doors of this room: `load_target` and `load_embedding_and_head`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline.config.schema import TargetConfig
+from paceline.contracts import TargetFacts
+from paceline.errors import TargetError
+from paceline.target.ends import load_embedding_and_head, model_class
+from paceline.target.facts import describe, first_line, read_config
+from paceline.target.folder import resolve_folder
+from paceline.target.frozen import Target
+from paceline.target.structure import Structure, find_structure
+from paceline.target.taps import check_taps
+
+__all__ = ["Target", "load_embedding_and_head", "load_model", "load_target", "torch_dtype"]
+
+DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+
+def torch_dtype(name: str | torch.dtype) -> torch.dtype:
+    """A torch type by its name in the settings."""
+    return name if isinstance(name, torch.dtype) else DTYPES[name]
+
+
+def load_target(
+    settings: TargetConfig,
+    taps: Sequence[int],
+    device: str | torch.device = "cpu",
+    dtype: str | torch.dtype | None = None,
+) -> Target:
+    """Loads the target and finds its parts.
+
+    Args:
+        settings: the target's settings.
+        taps: layer ids to tap, in feature order.
+        device: where its embedding lies and its features come out.
+        dtype: type of weights and features; the settings' type where None.
+
+    Raises:
+        TargetError: one line: no model, unreadable or incomplete weights, impossible taps, no decoder layers found.
+    """
+    check_taps(taps, describe(settings.path, settings.trust_remote_code).num_layers)
+    model, structure, facts = load_model(
+        settings.path,
+        dtype=torch_dtype(dtype or settings.dtype),
+        device=device,
+        trust_remote_code=settings.trust_remote_code,
+        attention=settings.attention,
+    )
+    return Target(model, structure, facts, taps)
+
+
+def load_model(
+    path: str,
+    *,
+    dtype: torch.dtype,
+    device: str | torch.device,
+    trust_remote_code: bool = False,
+    attention: str = "auto",
+) -> tuple[Any, Structure, TargetFacts]:
+    """A frozen model in evaluation mode, its parts, its facts.
+
+    Raises:
+        TargetError: one line.
+    """
+    facts = describe(path, trust_remote_code)
+    config = read_config(path, trust_remote_code)
+    options: dict[str, Any] = {
+        "config": config,
+        "dtype": dtype,
+        "trust_remote_code": trust_remote_code,
+        "local_files_only": True,
+        "output_loading_info": True,
+    }
+    if attention != "auto":
+        options["attn_implementation"] = attention
+    if path.endswith(".gguf"):
+        options["gguf_file"] = Path(path).name
+    try:
+        with _quiet():
+            model, info = model_class(config).from_pretrained(str(resolve_folder(path)), **options)
+    except (OSError, ValueError, RuntimeError, ImportError, KeyError, TypeError, AttributeError) as fault:
+        raise TargetError(f"target.path = {path}: its weights cannot be loaded ({first_line(fault)})") from fault
+    _check_complete(path, info)
+    model.requires_grad_(False).eval()
+    model.to(device)
+    return model, find_structure(model, facts.num_layers), facts
+
+
+def _check_complete(path: str, info: Any) -> None:
+    """transformers fills what a folder lacks with random numbers; here that is refused."""
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise TargetError(
+            f"target.path = {path}: {len(missing)} tensors are missing from its files, the first is {missing[0]}; "
+            "fetch the folder again"
+        )
+    misshaped = sorted(str(entry[0] if isinstance(entry, tuple) else entry) for entry in info["mismatched_keys"])
+    if misshaped:
+        raise TargetError(
+            f"target.path = {path}: {len(misshaped)} tensors do not fit config.json in shape, the first is "
+            f"{misshaped[0]}; configuration and weights belong to different models"
+        )
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """transformers' progress bars and load report are silent meanwhile; what they would say is checked by us."""
+    from transformers.utils import logging as noise
+
+    level, bars = noise.get_verbosity(), noise.is_progress_bar_enabled()
+    noise.set_verbosity(logging.CRITICAL)
+    noise.disable_progress_bar()
+    try:
+        yield
+    finally:
+        noise.set_verbosity(level)
+        if bars:
+            noise.enable_progress_bar()
