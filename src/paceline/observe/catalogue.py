@@ -137,7 +137,13 @@ CATALOGUE: tuple[Metric, ...] = (
     Metric(
         "speed/mfu_{stage}", "1", "model FLOPs a second / the device's peak", "devices of the stage", "last", "higher"
     ),
-    Metric("stage/{stage}/{state}", "1", "share of the step's wall time in one state", "one stage", "ratio"),
+    Metric(
+        "stage/{stage}/{state}",
+        "1",
+        "share of a stage's time spent busy, starved or blocked",
+        "all workers of the stage",
+        "ratio",
+    ),
     Metric("queue/{queue}_items", "item", "items waiting in a channel", "one channel", "last"),
     Metric("queue/{queue}_bytes", "B", "bytes waiting in a channel", "one channel", "last"),
     Metric("memory/{device}_bytes", "B", "memory in use", "one device", "last"),

@@ -4,7 +4,7 @@ Each line goes to the operating system by itself, so it survives the death of th
 last line is half written, and the next start cuts it off. Line kinds:
 
 - ``header``: once a start; ``format`` is the version of this file's layout.
-- ``step``: ``values`` by metric name (null = not a number) and, for ratios, their denominators in ``weights``. It covers
+- ``step``: ``values`` by metric name (null = not a number) and, for ratios, their denominators in ``weights``, over
   ``steps`` optimizer steps up to and including ``step``.
 - ``event``: anything else that happened, with the last step before it.
 """

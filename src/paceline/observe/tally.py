@@ -7,7 +7,6 @@ one step over the same samples would have held.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 
 from paceline.contracts import BucketTotals, Ratio, StepReport
 from paceline.errors import MetricError
@@ -43,10 +42,7 @@ class Tally:
         self._window(report)
         for bucket, totals in report.buckets.items():
             self._bucket(bucket, totals, report.loss.denominator)
-        for place, waited_s in report.waits_s.items():
-            self._ratio(f"stage/{place}", waited_s, report.seconds)
-        for stage, waited_s in _waiting(report.waits_s).items():
-            self._ratio(f"stage/{stage}/busy", max(report.seconds - waited_s, 0.0), report.seconds)
+        self._stages(report)
 
     def gauge(self, name: str, value: float) -> None:
         """Set a value that is read rather than counted, such as a queue depth.
@@ -105,6 +101,19 @@ class Tally:
         self._last["progress/epoch"] = report.epoch
         self._last["progress/window"] = report.window
 
+    def _stages(self, report: StepReport) -> None:
+        """Shares of a stage's time: the step's wall time, or what its workers report together where they are several."""
+        states: dict[str, dict[str, float]] = {}
+        for place, spent_s in report.waits_s.items():
+            stage, _, state = place.rpartition("/")
+            states.setdefault(stage, {})[state] = spent_s
+        for stage, spent in states.items():
+            if "busy" not in spent:
+                spent["busy"] = max(report.seconds - sum(spent.values()), 0.0)
+            whole = max(report.seconds, sum(spent.values()))
+            for state, spent_s in spent.items():
+                self._ratio(f"stage/{stage}/{state}", spent_s, whole)
+
     def _window(self, report: StepReport) -> None:
         micro_batches = sum(totals.micro_batches for totals in report.buckets.values()) or len(report.batches)
         self._sum("window/samples", report.samples)
@@ -136,16 +145,6 @@ class Tally:
     def _sum(self, name: str, value: float) -> None:
         find(name)
         self._sums[name] = self._sums.get(name, 0.0) + value
-
-
-def _waiting(waits_s: Mapping[str, float]) -> dict[str, float]:
-    """Seconds spent waiting by stage, for the stages that report no busy time of their own."""
-    waiting: dict[str, float] = {}
-    for place, waited_s in waits_s.items():
-        stage, _, state = place.rpartition("/")
-        if state in ("starved", "blocked") and f"{stage}/busy" not in waits_s:
-            waiting[stage] = waiting.get(stage, 0.0) + waited_s
-    return waiting
 
 
 def _divide(numerator: float, denominator: float) -> float:

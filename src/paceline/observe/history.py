@@ -1,0 +1,196 @@
+"""A run as it is on disk, read for the report: tolerant of what is missing, strict about what is no run at all."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from paceline.errors import RunDirectoryError
+from paceline.observe.catalogue import number_of
+from paceline.observe.lines import FORMAT, METRICS_FILE, EventLine, HeaderLine, StepLine, read_lines
+
+
+@dataclass(frozen=True)
+class History:
+    """What a run directory says. L lines of metrics.
+
+    Attributes:
+        run_dir: where it is.
+        header: facts that the trainer gave at the newest start.
+        starts: steps at which the run was started, 0 first.
+        total_steps: optimizer steps planned; 0 where unknown.
+        steps: last optimizer step of each line, int64 [L].
+        spans: optimizer steps in each line, int64 [L].
+        epochs, windows: int64 [L].
+        batches: plan indices of the micro-batches of each line.
+        times: when each line was written, seconds since 1970, float64 [L].
+        values, weights: by metric name, float64 [L], NaN where a line has none.
+        events: in order.
+        settings: resolved settings, nested.
+        facts: run.json.
+        evaluations: by ascending step.
+        notes: one sentence for each thing that is missing.
+    """
+
+    run_dir: Path
+    header: dict[str, Any]
+    starts: list[int]
+    total_steps: int
+    steps: np.ndarray
+    spans: np.ndarray
+    epochs: np.ndarray
+    windows: np.ndarray
+    batches: list[list[int]]
+    times: np.ndarray
+    values: dict[str, np.ndarray]
+    weights: dict[str, np.ndarray]
+    events: list[EventLine]
+    settings: dict[str, Any]
+    facts: dict[str, Any]
+    evaluations: list[dict[str, Any]]
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        """The directory's own name."""
+        return self.run_dir.resolve().name
+
+    @property
+    def status(self) -> str:
+        """How the run ended, or ``not closed`` while it runs or after a kill."""
+        closed = [event for event in self.events if event.event == "closed"]
+        if not closed or (self.steps.size and self.steps[-1] > closed[-1].step):
+            return "not closed"
+        return str(closed[-1].fields.get("status", "closed"))
+
+    def series(self, name: str) -> np.ndarray:
+        """Values of one metric, float64 [L]; all NaN where it was never logged."""
+        return self.values.get(name, np.full(self.steps.size, np.nan))
+
+    def counts(self, name: str) -> np.ndarray:
+        """Like `series`, 0 where a line has none; for counts and shares."""
+        return np.nan_to_num(self.series(name), nan=0.0, posinf=0.0, neginf=0.0)
+
+    def numbers(self, family: str) -> list[int]:
+        """Numbers that occur in a one-number family, ascending: ``loss/bucket_{bucket}`` → [0, 1, 2]."""
+        return sorted({number for name in self.values if (number := number_of(name, family)) is not None})
+
+    def pooled(self, name: str, part: slice = slice(None)) -> float:
+        """One value over many lines, as the catalogue reduces it: Σ numerators / Σ denominators where it is a ratio."""
+        values = self.series(name)[part]
+        weights = self.weights.get(name)
+        scale = self.spans[part] if weights is None else weights[part]
+        good = np.isfinite(values) & np.isfinite(scale) & (scale > 0)
+        return float(np.sum(values[good] * scale[good]) / np.sum(scale[good])) if good.any() else float("nan")
+
+
+def read_history(run_dir: Path) -> History:
+    """Everything that a run directory says.
+
+    Raises:
+        RunDirectoryError: no such directory, or nothing of a run in it.
+    """
+    if not run_dir.is_dir():
+        what = "is a file" if run_dir.exists() else "does not exist"
+        raise RunDirectoryError(f"{run_dir}: {what}; give the directory of a run")
+    present = [name for name in (METRICS_FILE, "settings.yaml", "run.json") if (run_dir / name).is_file()]
+    if not present:
+        raise RunDirectoryError(
+            f"{run_dir}: no run in there ({METRICS_FILE}, settings.yaml and run.json are missing); "
+            "give the directory of a run"
+        )
+    notes: list[str] = []
+    lines: list[Any] = []
+    if METRICS_FILE in present:
+        lines, more = read_lines(run_dir / METRICS_FILE)
+        notes += more
+    else:
+        notes.append(f"{METRICS_FILE} is missing: no step was taken yet, or the file was moved away")
+    settings = _mapping(run_dir / "settings.yaml", yaml.safe_load, notes)
+    facts = _mapping(run_dir / "run.json", json.loads, notes)
+    evaluations = _evaluations(run_dir / "evaluation.json", notes)
+    return _assemble(run_dir, lines, settings, facts, evaluations, notes)
+
+
+def _assemble(
+    run_dir: Path,
+    lines: list[Any],
+    settings: dict[str, Any],
+    facts: dict[str, Any],
+    evaluations: list[dict[str, Any]],
+    notes: list[str],
+) -> History:
+    headers = [line for line in lines if isinstance(line, HeaderLine)]
+    steps = [line for line in lines if isinstance(line, StepLine)]
+    formats = {line.format for line in headers}
+    if lines and not headers:
+        notes.append(f"{METRICS_FILE} has no header line: what was planned is unknown")
+    if formats - {FORMAT}:
+        notes.append(
+            f"{METRICS_FILE} has format {', '.join(map(str, sorted(formats)))}, this version writes {FORMAT}: "
+            "metrics that were renamed in between are missing here"
+        )
+    if lines and not steps:
+        notes.append(f"{METRICS_FILE} has no optimizer step yet")
+    return History(
+        run_dir=run_dir,
+        header=headers[-1].header if headers else {},
+        starts=[line.step for line in headers],
+        total_steps=headers[-1].total_steps if headers else 0,
+        steps=np.array([line.step for line in steps], dtype=np.int64),
+        spans=np.array([line.steps for line in steps], dtype=np.int64),
+        epochs=np.array([line.epoch for line in steps], dtype=np.int64),
+        windows=np.array([line.window for line in steps], dtype=np.int64),
+        batches=[line.batches for line in steps],
+        times=np.array([line.time for line in steps], dtype=np.float64),
+        values=_columns([line.values for line in steps]),
+        weights=_columns([line.weights for line in steps]),
+        events=[line for line in lines if isinstance(line, EventLine)],
+        settings=settings,
+        facts=facts,
+        evaluations=evaluations,
+        notes=notes,
+    )
+
+
+def _columns(rows: list[Mapping[str, float | None]]) -> dict[str, np.ndarray]:
+    columns: dict[str, np.ndarray] = {}
+    for position, row in enumerate(rows):
+        for name, value in row.items():
+            if name not in columns:
+                columns[name] = np.full(len(rows), np.nan)
+            if value is not None:
+                columns[name][position] = value
+    return columns
+
+
+def _mapping(path: Path, parse: Any, notes: list[str]) -> dict[str, Any]:
+    """A nested mapping from a file; a note and an empty mapping where there is none."""
+    try:
+        value = parse(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        notes.append(f"{path.name} is missing")
+        return {}
+    except (OSError, ValueError, yaml.YAMLError) as fault:
+        notes.append(f"{path.name} cannot be read ({str(fault).splitlines()[0]})")
+        return {}
+    if not isinstance(value, dict):
+        notes.append(f"{path.name} holds a {type(value).__name__} where a mapping belongs")
+        return {}
+    return value
+
+
+def _evaluations(path: Path, notes: list[str]) -> list[dict[str, Any]]:
+    if not path.is_file():
+        notes.append("evaluation.json is missing: no held-out prompt was decoded yet")
+        return []
+    found = _mapping(path, json.loads, notes)
+    entries = found.get("evaluations", [found] if found else [])
+    good = [entry for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []
+    return sorted(good, key=lambda entry: entry.get("step") or 0)
