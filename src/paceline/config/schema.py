@@ -50,6 +50,16 @@ class DataConfig(Section):
     """Longest sample in tokens; what happens to longer ones is `on_too_long`."""
     on_too_long: Literal["drop", "cut"] = "drop"
     """Leave longer samples out, or cut them at `max_length`; both are counted and reported."""
+    on_rewrite: Literal["split", "last"] = "split"
+    """Where the chat template rewrites earlier turns: a sample for each turn it changes, or only the last answer."""
+    on_cut_answer: Literal["drop", "keep"] = "drop"
+    """Answers that a token limit cut when they were generated: leave out, or keep without an end token."""
+    duplicates: Literal["drop", "keep"] = "drop"
+    """Samples whose tokens came earlier: leave out, or keep."""
+    near_duplicates: Literal["drop", "keep"] = "keep"
+    """Samples that share four fifths of their token 5-grams with an earlier one; they are counted either way."""
+    thinking: Literal["auto", "on", "off"] = "auto"
+    """The template's `enable_thinking`. auto: the generation prompt that each answer continues."""
     workers: int = Field(default=1, ge=1)
     """Processes that tokenise."""
 
