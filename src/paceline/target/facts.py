@@ -11,6 +11,8 @@ from paceline.errors import TargetError
 from paceline.target.folder import fingerprint, resolve_folder
 
 LAYER_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+GENERATORS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+"""How classes end that predict next tokens."""
 HIDDEN_KEYS = ("hidden_size", "n_embd", "d_model", "dim")
 
 

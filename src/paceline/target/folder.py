@@ -95,8 +95,8 @@ def read_header(file: Path) -> dict[str, Any]:
 def fingerprint(folder: Path, config: dict[str, Any]) -> str:
     """Stable hash of a target: configuration (quantisation included), weights and tokenizer.
 
-    Weights enter with names, types, shapes and sizes of every file and evenly spaced samples of its bytes, so that other
-    weights of the same shape give another fingerprint without reading terabytes.
+    Weights enter with names, types, shapes and sizes of every file and evenly spaced samples of its bytes, so that
+    other weights of the same shape give another fingerprint without reading terabytes.
 
     Returns:
         64 hexadecimal digits.

@@ -54,7 +54,7 @@ class Target:
 
     @property
     def embedding(self) -> Tensor:
-        """What layer 0 sees for every token, [V, H], scale included; TargetError where that is no function of the token."""
+        """What layer 0 sees for every token, [V, H], scale included; TargetError where more than the token counts."""
         if self._embedding is None:
             self._embedding = drafter_embedding(self.structure, self.facts.path)
         return self._embedding

@@ -1,8 +1,8 @@
 """The tap guard: what reaches the drafter is provably the target's hidden states, or the run stops and names the tap.
 
-A worker runs `guard_first_batch` once and `check_features` on a sample of later batches. Each catches a fault that trains without
-an error: states that are zero, constant or not finite; rows that see one another, the padding, or tokens after them;
-state left over from an earlier call; taps of the wrong layer.
+A worker runs `guard_first_batch` once and `check_features` on a sample of later batches. Each catches a fault that
+trains without an error: states that are zero, constant or not finite; rows that see one another, the padding, or tokens
+after them; state left over from an earlier call; taps of the wrong layer.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ def check_features(batch: FeatureBatch, taps: Sequence[int], hidden_size: int) -
 def guard_first_batch(target: Target, batch: FeatureBatch) -> list[TapStatistics]:
     """Checks a worker's first batch, running pieces of it again.
 
-    Beyond `check_features`: its shortest and longest rows alone, and the first half of the longest alone, give the states that they had in the
-    batch; tapping each neighbouring layer instead gives others.
+    Beyond `check_features`: its shortest and longest rows alone, and the first half of the longest alone, give the
+    states that they had in the batch; tapping each neighbouring layer instead gives others.
 
     Args:
         target: the loaded target.
@@ -135,8 +135,8 @@ def _compare(target: Target, alone: Tensor, within: Tensor, batch: FeatureBatch,
         if not float(judged) <= allowed:
             sample = int(np.asarray(batch.host.planned.rows)[row])
             raise TargetError(
-                f"tap guard: batch {batch.host.planned.index}: layer {layer}: the first {length} tokens of sample {sample} alone "
-                f"differ from those in the batch by {float(judged):.3g} (relative, {allowed:g} allowed); padding, "
+                f"tap guard: batch {batch.host.planned.index}: layer {layer}: the first {length} tokens of sample "
+                f"{sample} alone differ from those in the batch by {float(judged):.3g} (relative, {allowed:g} allowed); padding, "
                 "neighbours or later tokens leak into its states"
             )
         errors.append(float(relative.max()))

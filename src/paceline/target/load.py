@@ -6,7 +6,7 @@ Doors of this room: `load_target` and `load_embedding_and_head`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -120,7 +120,7 @@ def _check_complete(path: str, info: Any) -> None:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def _quiet() -> Generator[None]:
     """transformers' progress bars and load report are silent meanwhile; what they would say is checked by us."""
     from transformers.utils import logging as noise
 

@@ -1,13 +1,13 @@
 """Where a loaded model keeps its decoder layers, embedding, head and final norm: found by watching it run.
 
-No list of architectures: a stack of decoder layers is whatever container of modules is called child after child on hidden
-states of the model's width while a few tokens pass through.
+No list of architectures: a stack of decoder layers is whatever container of modules is called child after child on
+hidden states while a few tokens pass through.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -33,8 +33,8 @@ class Structure:
 
     layers: list[nn.Module]
     layers_name: str
-    embedding: nn.Module
-    head: nn.Module | None
+    embedding: Any
+    head: Any
     embed_scale: float | None
     embed_note: str
 
@@ -72,7 +72,7 @@ def cache_name(model: nn.Module) -> str | None:
 
 
 @contextmanager
-def hooked(handles: list[Any]) -> Iterator[None]:
+def hooked(handles: list[Any]) -> Generator[None]:
     """Removes hooks at the end, whatever happens."""
     try:
         yield
