@@ -4,8 +4,9 @@
 
 Prompts come from `demo_text.py`: training prompts from the documents that the target was trained on, evaluation
 prompts from the held-out ones, so the two files share no document. Answers are the target's own: greedy for
-evaluation and for most of the training rows, sampled for the rest. Rows with an answer cut by the limit, and rows
-whose text does not give back the tokens that the target wrote, are left out.
+evaluation and for most of the training rows, sampled for the rest. Evaluation rows also hold the text's own answers
+as `reference`. Rows with an answer cut by the limit, and rows whose text does not give back the tokens that the
+target wrote, are left out.
 """
 
 from __future__ import annotations
@@ -47,18 +48,21 @@ TRAINING_SHARES = {
 SAMPLED_SHARE = 0.3
 MAX_NEW_TOKENS = 640
 MAX_CONTEXT_TOKENS = 1536
+SMALLEST_MARGIN = 1e-3
+"""Evaluation rows with a closer choice between two tokens are left out: rounding could turn it on another machine."""
 
 
 def prompts(chats: Sequence[demo_text.Chat], wanted: dict[str, int], seed: int) -> list[dict[str, Any]]:
     """Prompt rows drawn from chats: so many of each kind, without repeats, shuffled.
 
-    A row is `messages` (questions only), `tags` and `document`.
+    A row is `messages` (questions only), `tags`, `document` and `reference`: the answers of the text itself.
     """
     rng = random.Random(seed)
     kinds: defaultdict[str, dict[str, dict[str, Any]]] = defaultdict(dict)
     for chat in chats:
         messages = [{"role": role, "content": content} for role, content in chat.messages if role != "assistant"]
-        row = {"messages": messages, "tags": list(chat.tags), "document": chat.document}
+        reference = [content for role, content in chat.messages if role == "assistant"]
+        row = {"messages": messages, "tags": list(chat.tags), "document": chat.document, "reference": reference}
         kinds[chat.tags[0]].setdefault(prompt_id(messages), row)
     chosen = []
     for kind, count in wanted.items():
@@ -104,6 +108,17 @@ def write(path: Path, rows: list[dict[str, Any]], seed: int) -> None:
     ordered = [{**{key: row[key] for key in first}, **row} for row in rows]
     text = "".join(json.dumps(row, ensure_ascii=False, separators=(",", ":")) + "\n" for row in ordered)
     path.write_text(text, encoding="utf-8")
+
+
+@torch.no_grad()
+def smallest_margin(row: dict[str, Any], model: Any, tokenizer: PreTrainedTokenizerBase) -> float:
+    """The smallest gap between the best and second-best logit over a row's answer tokens."""
+    made = tokenizer.apply_chat_template(
+        row["messages"], return_dict=True, return_assistant_tokens_mask=True, return_tensors="pt"
+    )
+    best = model(input_ids=made["input_ids"], use_cache=False).logits[0, :-1].topk(2, dim=-1).values
+    answer = torch.as_tensor(made["assistant_masks"]).bool().reshape(-1)[1:]
+    return (best[:, 0] - best[:, 1])[answer].min().item()
 
 
 @torch.no_grad()
@@ -170,10 +185,13 @@ def main() -> None:
     even = {tag: -(-options.held_out_rows // len(TRAINING_SHARES)) for tag in TRAINING_SHARES}
     held_out = prompts([chat for chat in chats if chat.held_out], even, options.seed)[: options.held_out_rows]
     evaluation = answered(held_out, greedy, generate, tokenizer)
+    evaluation = [row for row in evaluation if smallest_margin(row, model, tokenizer) > SMALLEST_MARGIN]
     write(options.out / "heldout.jsonl", evaluation, options.seed)
     training = answered(asked[:split], sampled, generate, tokenizer) + answered(
         asked[split:], greedy, generate, tokenizer
     )
+    for row in training:
+        del row["reference"]
     write(options.out / "chats.jsonl", training, options.seed)
     report = {
         "command": command(options),
