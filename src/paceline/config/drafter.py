@@ -69,12 +69,12 @@ class DrafterConfig(Section):
             raise ValueError(
                 f"causal lists {len(self.causal)} values for num_layers {self.num_layers}; list one a layer"
             )
-        if self.sliding_window is not None and self.sliding_window < self.block_size:
-            if any(kind == "sliding" and not causal for kind, causal in self.layer_kinds()):
-                raise ValueError(
-                    f"sliding_window {self.sliding_window} is shorter than block_size {self.block_size} in a layer that "
-                    "is not causal, where servers disagree on later slots; use a window of at least a block"
-                )
+        unclear = any(kind == "sliding" and not causal for kind, causal in self.layer_kinds())
+        if unclear and self.sliding_window is not None and self.sliding_window < self.block_size:
+            raise ValueError(
+                f"sliding_window {self.sliding_window} is shorter than block_size {self.block_size} in a layer that is "
+                "not causal, where servers disagree on later slots; use a window of at least a block"
+            )
         return self
 
     def layer_kinds(self) -> list[tuple[Literal["full", "sliding"], bool]]:

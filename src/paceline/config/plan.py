@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from paceline.config.section import Section
+
+Strategy = Literal["grid", "sorted", "shuffled", "jittered", "windowed", "bucketed", "mixed", "packed"]
+Schedule = Literal["stratified", "proportional", "diverse", "round_robin", "shuffled", "curriculum"]
 
 
 class PlanConfig(Section):
     """How samples become micro-batches and micro-batches become optimizer steps."""
 
-    strategy: Literal["grid"] = "grid"
-    """How batches are composed."""
-    schedule: Literal["stratified"] = "stratified"
-    """How batches are ordered into windows."""
+    strategy: Strategy = "grid"
+    """How batches are composed; grid (shuffled anew inside fine length classes) wastes least and re-pairs least."""
+    schedule: Schedule = "stratified"
+    """How batches are ordered into windows; stratified puts one batch of every length stratum into each window."""
     token_budget: int = Field(default=49_152, ge=1)
     """Padded context tokens of a micro-batch at most (the target's work)."""
     max_samples: int = Field(default=64, ge=1)
@@ -24,5 +27,52 @@ class PlanConfig(Section):
     """Anchors × block size of a micro-batch at most (the drafter's work). Unset: no limit."""
     width_multiple: int = Field(default=64, ge=1)
     """Padded widths are multiples of this many tokens."""
+    attention_length: int | None = Field(default=None, ge=1)
+    """Tokens at which attention costs as much as the rest: width w counts as w + w²/this. Unset: as w."""
     accumulate: int = Field(default=4, ge=1)
     """Micro-batches of one optimizer step and drafter replica."""
+    leftover: Literal["short", "carry"] = "short"
+    """Batches that fill no whole window: one short, correctly normalised window, or carried into the next epoch."""
+    max_length: int | None = Field(default=None, ge=1)
+    """Samples longer than this many tokens are over-length. Unset: none is."""
+    on_over_length: Literal["drop", "keep"] = "drop"
+    """Leave over-length samples out, or plan them like all others; both are counted and reported."""
+    without_anchors: Literal["drop", "keep"] = "drop"
+    """Leave out samples without any eligible anchor (they carry no loss), or plan them; both are counted."""
+    eligible_share: float = Field(default=1.0, gt=0, le=1)
+    """Eligible anchors per token, where their counts are unknown."""
+    weights: dict[str, float] = {}
+    """How often the samples of a tag or source are planned an epoch (0.5, 2, ...), by name; others once."""
+    edges: list[int] | Literal["optimal"] | None = None
+    """Upper ends of the buckets in tokens, ascending; or the best ones for `num_buckets`. Unset: equal numbers of samples."""
+    num_buckets: int = Field(default=6, ge=1, le=256)
+    """Buckets of the bucketed and mixed strategies, of the schedules by bucket, and of the reports."""
+    jitter: float = Field(default=0.05, ge=0, le=1)
+    """Strategy jittered: standard deviation of the relative perturbation of the lengths before they are sorted."""
+    sort_window: int = Field(default=2048, ge=1)
+    """Strategy windowed: samples that are sorted together."""
+    mixed_span: int = Field(default=2, ge=1)
+    """Strategy mixed: neighbouring buckets that one batch may draw from."""
+    antithetic: bool = False
+    """Schedule stratified: pair the shorter end of one stratum with the longer end of the next."""
+    curriculum_epochs: int = Field(default=1, ge=1)
+    """Schedule curriculum: epochs that begin with short samples; the later ones are stratified throughout."""
+    curriculum_share: float = Field(default=0.5, gt=0, le=1)
+    """Schedule curriculum: share of such an epoch that goes from short to long; the rest of it is stratified."""
+    curriculum_stages: int = Field(default=8, ge=1)
+    """Schedule curriculum: stages between short and long; inside a stage the order is stratified."""
+
+    @model_validator(mode="after")
+    def _edges_increase(self) -> PlanConfig:
+        if isinstance(self.edges, list):
+            if not self.edges:
+                raise ValueError("edges is empty; list the upper end of every bucket in tokens, or leave it unset")
+            if self.edges[0] < 1:
+                raise ValueError(f"edges starts with {self.edges[0]}; an upper end is at least 1 token")
+            for left, right in zip(self.edges, self.edges[1:], strict=False):
+                if right <= left:
+                    raise ValueError(f"edges do not increase: {right} follows {left}; list them ascending")
+        for name, weight in self.weights.items():
+            if weight < 0:
+                raise ValueError(f"weights: {name} has {weight}; a weight is 0 or more passes an epoch")
+        return self

@@ -1,0 +1,135 @@
+"""The parts of a draft layer that hold no masks: linear maps, RMS norms, the gated MLP, rotary embeddings.
+
+Weights are float32 masters; every map casts them to the type of its input. Norms and rotary embeddings compute in
+float32 (float64 for float64 inputs), whatever the compute type.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """float64 for float64, else float32: the type in which norms, tables and losses compute."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+class Linear(nn.Module):
+    """A linear map without bias whose weight is cast to the type of the input; weight [out, in]."""
+
+    def __init__(self, size_in: int, size_out: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size_out, size_in))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in] → [..., out]."""
+        return F.linear(x, self.weight.to(x.dtype))
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) · weight over the last dimension."""
+
+    def __init__(self, size: int, epsilon: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.epsilon = epsilon
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., size] → [..., size], same type."""
+        output = _RMSNorm.apply(x, self.weight, self.epsilon)
+        assert isinstance(output, Tensor)
+        return output
+
+
+class _RMSNorm(torch.autograd.Function):
+    """Keeps only the input and one number a row for the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        x_wide = x.to(wide(x.dtype))
+        square = torch.linalg.vector_norm(x_wide, dim=-1, keepdim=True).square_()
+        scale = square.div_(x.shape[-1]).add_(epsilon).rsqrt_()
+        ctx.save_for_backward(x, weight, scale)
+        return (x_wide * scale).mul_(weight.to(x_wide.dtype)).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x, weight, scale = ctx.saved_tensors
+        gradient = gradients[0].to(scale.dtype)
+        normal = x.to(scale.dtype) * scale
+        d_weight = (gradient * normal).flatten(0, -2).sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None
+        d_x = None
+        if ctx.needs_input_grad[0]:
+            scaled = gradient * weight.to(scale.dtype)
+            mean = (scaled * normal).mean(-1, keepdim=True)
+            d_x = scaled.sub_(normal.mul_(mean)).mul_(scale).to(x.dtype)
+        return d_x, d_weight, None
+
+
+class GatedMLP(nn.Module):
+    """down(silu(gate(x)) · up(x))."""
+
+    def __init__(self, size: int, inner: int) -> None:
+        super().__init__()
+        self.gate_proj = Linear(size, inner)
+        self.up_proj = Linear(size, inner)
+        self.down_proj = Linear(inner, size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., size] → [..., size]."""
+        inner = _SwiGLU.apply(self.gate_proj(x), self.up_proj(x))
+        assert isinstance(inner, Tensor)
+        return self.down_proj(inner)
+
+
+class _SwiGLU(torch.autograd.Function):
+    """silu(gate) · up; keeps its two inputs only."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = ctx.saved_tensors
+        sigmoid = torch.sigmoid(gate)
+        silu = gate * sigmoid
+        d_up = gradients[0] * silu
+        # silu' = sigmoid · (1 + gate · (1 - sigmoid)) = sigmoid + silu - silu · sigmoid
+        slope = sigmoid.add(silu).sub_(silu.mul_(sigmoid))
+        return slope.mul_(up).mul_(gradients[0]), d_up
+
+
+def rotary_table(positions: Tensor, size: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of a rotary embedding over the whole head.
+
+    Args:
+        positions: integer positions, any shape [...].
+        size: head size E.
+        theta: base.
+        dtype: compute type; tables are float32 for float32 and narrower types.
+
+    Returns:
+        cos and sin, each [..., E / 2].
+    """
+    kind = wide(dtype)
+    steps = torch.arange(0, size, 2, device=positions.device, dtype=kind) / size
+    angles = positions.to(kind)[..., None] * (theta**-steps)
+    return angles.cos(), angles.sin()
+
+
+def rotate(x: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotates the pairs (x[i], x[i + E/2]) of the last dimension by the table's angles; computes in the table's type.
+
+    Args:
+        x: [..., E].
+        table: cos and sin, broadcastable to [..., E / 2].
+    """
+    cos, sin = table
+    first, second = x.to(cos.dtype).chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)

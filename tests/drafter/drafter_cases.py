@@ -1,0 +1,94 @@
+"""Small specs, batches and frozen tensors for the drafter's tests."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from paceline.contracts import FeatureBatch, HostBatch, PlannedBatch
+from paceline.drafter.anchors import sample_anchors
+from paceline.drafter.spec import DrafterSpec
+
+
+def small_spec(**changes) -> DrafterSpec:
+    values = dict(
+        num_layers=2, block_size=4, hidden_size=16, intermediate_size=24, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=6, layers=("full", "full"), causal=(False, False), sliding_window=None,
+        rope_theta=1e4, rms_norm_eps=1e-6, vocab_size=50, mask_token_id=49, taps=(1, 3), num_target_layers=6,
+        initializer_range=0.3, bos_token_id=1, eos_token_ids=(2,), pad_token_id=0,
+    )  # fmt: skip
+    return DrafterSpec(**{**values, **changes})
+
+
+KINDS = [
+    {"layers": ("full", "full"), "causal": (False, False)},
+    {"layers": ("full", "full"), "causal": (True, True)},
+    {"layers": ("sliding", "sliding"), "causal": (True, True), "sliding_window": 7},
+    {"layers": ("sliding", "sliding"), "causal": (False, False), "sliding_window": 7},
+    {"layers": ("sliding", "full"), "causal": (True, False), "sliding_window": 5},
+    {"layers": ("sliding", "sliding"), "causal": (True, True), "sliding_window": 3},
+]
+
+
+def frozen(spec: DrafterSpec, seed: int = 0, dtype=torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    make = lambda: torch.randn(spec.vocab_size, spec.hidden_size, generator=generator).to(dtype)  # noqa: E731
+    return make(), make()
+
+
+def make_host(
+    spec: DrafterSpec, lengths, *, seed=0, num_anchors=4, masks=None, bucket=0, index=0, rows=None
+) -> HostBatch:
+    random = np.random.default_rng(seed)
+    rows = np.arange(len(lengths)) if rows is None else np.asarray(rows)
+    width = max(lengths)
+    ids = np.zeros((len(lengths), width), np.int64)
+    mask = np.zeros((len(lengths), width), bool)
+    anchors, counts = [], []
+    for i, length in enumerate(lengths):
+        ids[i, :length] = random.integers(3, spec.vocab_size - 1, length)
+        mask[i, :length] = random.random(length) < 0.8 if masks is None else masks[i]
+        found = sample_anchors(mask[i, :length], seed=seed, epoch=0, sample=int(rows[i]), limit=num_anchors)
+        anchors.append(found)
+        counts.append(len(found))
+    planned = PlannedBatch(
+        index=index, epoch=0, window=0, replica=0, slot=0, bucket=bucket, rows=rows, width=width,
+        real_tokens=int(sum(lengths)), padded_tokens=width * len(lengths),
+        draft_positions=sum(counts) * spec.block_size,
+    )  # fmt: skip
+    return HostBatch(
+        planned=planned, ids=ids, loss_mask=mask, lengths=np.asarray(lengths, np.int64),
+        anchors=np.concatenate(anchors).astype(np.int64), anchor_counts=np.asarray(counts, np.int64),
+    )  # fmt: skip
+
+
+def make_batch(
+    spec: DrafterSpec, lengths, *, seed=0, dtype=torch.float32, last_hidden=False, **options
+) -> FeatureBatch:
+    host = make_host(spec, lengths, seed=seed, **options)
+    generator = torch.Generator().manual_seed(seed + 1)
+    total = int(sum(lengths))
+    features = torch.randn(total, len(spec.taps) * spec.hidden_size, generator=generator).to(dtype)
+    last = torch.randn(total, spec.hidden_size, generator=generator).to(dtype) if last_hidden else None
+    return FeatureBatch(host, features, last)
+
+
+def pick(batch: FeatureBatch, rows, index=0) -> FeatureBatch:
+    """The given documents of a batch as a batch of their own."""
+    host = batch.host
+    starts = np.cumsum(host.lengths) - host.lengths
+    firsts = np.cumsum(host.anchor_counts) - host.anchor_counts
+    tokens = np.concatenate([np.arange(starts[i], starts[i] + host.lengths[i]) for i in rows])
+    anchors = np.concatenate([host.anchors[firsts[i] : firsts[i] + host.anchor_counts[i]] for i in rows])
+    width = int(host.lengths[rows].max())
+    planned = PlannedBatch(
+        index=index, epoch=0, window=0, replica=0, slot=0, bucket=host.planned.bucket, rows=host.planned.rows[rows],
+        width=width, real_tokens=len(tokens), padded_tokens=width * len(rows),
+        draft_positions=0,
+    )  # fmt: skip
+    part = HostBatch(
+        planned, host.ids[rows, :width], host.loss_mask[rows, :width], host.lengths[rows], anchors,
+        host.anchor_counts[rows],
+    )  # fmt: skip
+    last = batch.last_hidden[tokens] if batch.last_hidden is not None else None
+    return FeatureBatch(part, batch.features[tokens], last)

@@ -1,0 +1,115 @@
+"""Attention backends against brute force and against each other: values and gradients."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+from paceline.drafter.attention import BACKENDS, split
+from paceline.drafter.attention.dense import visible
+from paceline.drafter.attention.layout import Layout
+from paceline.errors import DrafterError
+
+SHAPES = [
+    ([9], [2, 3, 7], [3], 3),
+    ([5, 1, 12], [0, 4, 1, 5, 6, 11], [2, 0, 4], 4),
+    ([30, 4, 30], [*range(0, 30, 2), 0, 1, 29], [15, 2, 1], 2),
+    ([3], [3], [1], 5),
+]
+
+
+def layout_of(shape) -> Layout:
+    lengths, anchors, counts, slots = shape
+    return Layout.of(np.array(lengths), np.array(anchors), np.array(counts), slots, torch.device("cpu"))
+
+
+def brute_force(shape, window, causal) -> np.ndarray:
+    """Every pair of (slot, key), one by one, from the words of the rule."""
+    lengths, anchors, counts, slots = shape
+    context = [(d, p) for d, n in enumerate(lengths) for p in range(n)]
+    blocks = [(d, a) for d, a in zip(np.repeat(np.arange(len(counts)), counts), anchors, strict=True)]
+    queries = [(b, d, a, k) for b, (d, a) in enumerate(blocks) for k in range(slots)]
+    mask = np.zeros((len(queries), len(context) + len(queries)), bool)
+    for row, (block, document, anchor, slot) in enumerate(queries):
+        here = anchor + slot
+        for column, (other, position) in enumerate(context):
+            if other == document and position < anchor and (window is None or here - position < window):
+                mask[row, column] = True
+        for column, (other_block, _, other_anchor, other_slot) in enumerate(queries):
+            there = other_anchor + other_slot
+            if other_block == block and not (causal and there > here) and (window is None or here - there < window):
+                mask[row, len(context) + column] = True
+    return mask
+
+
+def inputs(layout: Layout, seed: int):
+    generator = torch.Generator().manual_seed(seed)
+    groups, repeats, size = 2, 3, 4
+    count, slots = len(layout.anchors), layout.block_size
+
+    def make(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).requires_grad_()
+
+    return [
+        make(groups, count, slots, repeats, size),
+        make(groups, layout.num_context, size),
+        make(groups, layout.num_context, size),
+        make(groups, count, slots, size),
+        make(groups, count, slots, size),
+    ]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("window", [None, 1, 3, 6, 100])
+@pytest.mark.parametrize("causal", [False, True])
+def test_dense_mask_is_the_rule(shape, window, causal):
+    assert np.array_equal(visible(layout_of(shape), window, causal).numpy(), brute_force(shape, window, causal))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("window", [None, 1, 3, 6, 100])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("slots_at_once", [1, 8, 64])
+def test_split_equals_dense(monkeypatch, shape, window, causal, slots_at_once):
+    monkeypatch.setattr(split, "SLOTS_AT_ONCE", slots_at_once)
+    layout = layout_of(shape)
+    results = []
+    for name in ("dense", "split"):
+        tensors = inputs(layout, seed=3)
+        output = BACKENDS[name](*tensors, layout, window, causal)
+        weight = torch.linspace(-1, 2, output.numel(), dtype=torch.float64).view(output.shape)
+        (output * weight).sum().backward()
+        results.append([output.detach(), *(tensor.grad for tensor in tensors)])
+    for reference, found in zip(*results, strict=True):
+        torch.testing.assert_close(found, reference, rtol=1e-10, atol=1e-10)
+
+
+def test_split_equals_dense_on_random_layouts(monkeypatch):
+    monkeypatch.setattr(split, "SLOTS_AT_ONCE", 12)
+    random = np.random.default_rng(0)
+    for trial in range(25):
+        lengths = random.integers(1, 40, random.integers(1, 5))
+        anchors = [np.sort(random.choice(n + 1, random.integers(0, min(n, 9) + 1), replace=False)) for n in lengths]
+        counts = np.array([len(found) for found in anchors])
+        if counts.sum() == 0:
+            continue
+        shape = (lengths, np.concatenate(anchors), counts, int(random.integers(2, 7)))
+        layout = layout_of(shape)
+        for window, causal in itertools.product([None, int(random.integers(1, 30))], [False, True]):
+            tensors = inputs(layout, trial)
+            reference = BACKENDS["dense"](*tensors, layout, window, causal)
+            torch.testing.assert_close(BACKENDS["split"](*tensors, layout, window, causal), reference)
+
+
+def test_bad_layouts_are_refused():
+    device = torch.device("cpu")
+    for lengths, anchors, counts, text in [
+        ([4], [1, 2], [1], "do not fit"),
+        ([4], [5], [1], "outside"),
+        ([4], [2, 1], [2], "ascending"),
+    ]:
+        with pytest.raises(DrafterError, match=text):
+            Layout.of(np.array(lengths), np.array(anchors), np.array(counts), 2, device)

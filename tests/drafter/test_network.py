@@ -1,0 +1,146 @@
+"""The network: training equals decoding, blocks see what they may, published names."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from drafter_cases import KINDS, make_batch, small_spec
+
+from paceline.drafter.layers import RMSNorm, rotary_table
+from paceline.drafter.network import Drafter
+from paceline.errors import DrafterError
+
+
+def embeddings(count: int, spec, seed=5) -> torch.Tensor:
+    return torch.randn(count, spec.block_size, spec.hidden_size, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("attention", ["split", "dense"])
+def test_training_equals_decoding(kind, attention):
+    """Past the window (documents of 40 tokens, windows up to 7), with the context arriving in pieces and cropped."""
+    spec = small_spec(**kind)
+    network = Drafter(spec, attention=attention, seed=1)
+    batch = make_batch(spec, [40, 3, 25], num_anchors=9)
+    host = batch.host
+    blocks = embeddings(len(host.anchors), spec)
+    trained = network.training_forward(batch.features, host.lengths, host.anchors, host.anchor_counts, blocks)
+    row, start = 0, 0
+    for length, count in zip(host.lengths, host.anchor_counts, strict=True):
+        cache = network.new_cache()
+        for anchor in host.anchors[row : row + count]:
+            # As a decode loop does: some tokens too many, then cropped to what was verified.
+            ahead = min(int(anchor) + 2, int(length))
+            network.extend(cache, batch.features[start + cache.length : start + ahead])
+            cache.crop(int(anchor))
+            torch.testing.assert_close(network.draft(cache, blocks[row], int(anchor)), trained[row], rtol=0, atol=1e-5)
+            row += 1
+        start += int(length)
+    assert row == len(host.anchors) > 10
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_blocks_see_only_their_own_past(kind):
+    """The derivative of a block by features at or after its anchor, of other documents or blocks, is exactly zero."""
+    spec = small_spec(**{**kind, "block_size": 8} if not kind.get("sliding_window") else kind)
+    network = Drafter(spec, seed=1)
+    batch = make_batch(spec, [14, 9], masks=[np.ones(14, bool), np.ones(9, bool)], num_anchors=3)
+    anchors, counts = np.array([4, 5, 10, 6]), np.array([3, 1])
+    features = batch.features.clone().requires_grad_()
+    blocks = embeddings(4, spec).requires_grad_()
+    output = network.training_forward(features, batch.host.lengths, anchors, counts, blocks)
+    starts = np.array([0, 0, 0, 14])
+    for block in range(4):
+        to_features, to_blocks = torch.autograd.grad(
+            output[block].square().sum(), (features, blocks), retain_graph=True
+        )
+        seen = to_features.abs().sum(-1) > 0
+        end = starts[block] + anchors[block]
+        # Strictly before the anchor: the anchor's own target state is unknown while decoding.
+        assert not seen[end:].any()
+        assert not seen[: starts[block]].any()
+        low = end - max((w for w in map(spec.window, range(2)) if w), default=99) + 1
+        if "full" in spec.layers:
+            assert seen[starts[block] : end].all()
+        else:
+            assert seen[max(starts[block], low) : end].all() and not seen[: max(starts[block], low)].any()
+        assert (to_blocks.abs().sum((1, 2)) > 0).tolist() == [other == block for other in range(4)]
+    if all(spec.causal):
+        first = torch.autograd.grad(output[0, 1].sum(), blocks)[0][0].abs().sum(-1) > 0
+        assert first.tolist()[:3] == [True, True, False]
+
+
+def test_names_are_those_of_published_checkpoints():
+    network = Drafter(small_spec())
+    names = {"fc.weight", "hidden_norm.weight", "norm.weight"}
+    for i in range(2):
+        names |= {f"layers.{i}.{name}.weight" for name in ("input_layernorm", "post_attention_layernorm")}
+        names |= {f"layers.{i}.self_attn.{n}.weight" for n in ("q_proj", "k_proj", "v_proj", "o_proj")}
+        names |= {f"layers.{i}.self_attn.{n}.weight" for n in ("q_norm", "k_norm")}
+        names |= {f"layers.{i}.mlp.{n}.weight" for n in ("gate_proj", "up_proj", "down_proj")}
+    state = network.state_dict()
+    assert set(state) == names and len(names) == 3 + 11 * 2
+    assert all(value.dtype == torch.float32 for value in state.values())
+
+
+def test_new_weights_are_keyed_by_the_seed_alone():
+    torch.manual_seed(1)
+    first = Drafter(small_spec(), seed=3).state_dict()
+    torch.manual_seed(2)
+    before = torch.get_rng_state()
+    second = Drafter(small_spec(), seed=3).state_dict()
+    assert torch.equal(before, torch.get_rng_state())
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert not torch.equal(first["fc.weight"], Drafter(small_spec(), seed=4).state_dict()["fc.weight"])
+
+
+def test_rotary_tables_are_float32_in_bfloat16():
+    """In bfloat16 the positions 1000 and 1001 have one and the same angle."""
+    cos, _ = rotary_table(torch.tensor([1000, 1001]), 8, 1e4, torch.bfloat16)
+    assert cos.dtype == torch.float32 and not torch.equal(cos[0], cos[1])
+    reference = np.cos(np.array([1000.0, 1001.0])[:, None] * 1e4 ** -(np.arange(0, 8, 2) / 8))
+    np.testing.assert_allclose(cos.numpy(), reference, atol=1e-4)
+
+
+def test_bfloat16_features_compute_in_bfloat16_near_float32():
+    spec = small_spec(block_size=5)
+    network = Drafter(spec, seed=1)
+    batch = make_batch(spec, [300], num_anchors=6)
+    host = batch.host
+    blocks = embeddings(len(host.anchors), spec)
+    arguments = (host.lengths, host.anchors, host.anchor_counts)
+    exact = network.training_forward(batch.features, *arguments, blocks)
+    rough = network.training_forward(batch.features.bfloat16(), *arguments, blocks.bfloat16())
+    assert rough.dtype == torch.bfloat16
+    assert (rough.float() - exact).abs().mean() < 0.03 * exact.abs().mean()
+
+
+def test_rms_norm_and_its_gradient():
+    norm = RMSNorm(5, 1e-6).double()
+    torch.nn.init.normal_(norm.weight, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(3, 4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    reference = torch.nn.functional.rms_norm(x, (5,), norm.weight, 1e-6)
+    torch.testing.assert_close(norm(x), reference)
+    assert torch.autograd.gradcheck(norm, (x,))
+
+
+def test_no_context_and_no_blocks_work():
+    spec = small_spec()
+    network = Drafter(spec)
+    blocks = embeddings(1, spec)
+    alone = network.draft(network.new_cache(), blocks[0], 0)
+    features = torch.randn(3, 32, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(network.training_forward(features, [3], [0], [1], blocks)[0], alone)
+    assert network.training_forward(features, [3], [], [0], embeddings(0, spec)).shape == (0, 4, 16)
+
+
+def test_misfits_are_refused():
+    spec = small_spec()
+    network = Drafter(spec)
+    with pytest.raises(DrafterError, match="a block at 3 needs 3"):
+        network.draft(network.new_cache(), embeddings(1, spec)[0], 3)
+    with pytest.raises(DrafterError, match="feature rows"):
+        network.training_forward(torch.zeros(4, 32), [3], [1], [1], embeddings(1, spec))
+    with pytest.raises(DrafterError, match="2 blocks for 1 anchors"):
+        network.training_forward(torch.zeros(3, 32), [3], [1], [1], embeddings(2, spec))
