@@ -98,6 +98,7 @@ class StopRequest:
         self._notice, self._asked, self._before = notice, False, {}
 
     def __call__(self) -> bool:
+        """Whether a stop was asked for."""
         return self._asked
 
     def __enter__(self) -> StopRequest:

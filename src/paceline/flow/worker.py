@@ -1,7 +1,8 @@
 """Worker processes: a stage in a process of its own, joined to the hub by one pipe.
 
 The child reads its pipe on a thread, so that the hub's sends never wait for work in progress, and ends itself when the
-pipe closes (the parent is gone). Children ignore Ctrl-C: the parent decides what happens then.
+pipe closes (the parent is gone). Children ignore Ctrl-C: the parent decides what happens then. They are forked from a
+server that has imported torch and nothing else, never from the parent itself, whose threads and CUDA state do not fork.
 """
 
 from __future__ import annotations
@@ -98,7 +99,8 @@ class Worker:
         """Tasks sent and not yet answered in full, oldest first."""
         self.last_heard = time.monotonic()
         self.ready = False
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch", __name__])
         self.connection, theirs = context.Pipe()
         self.process = context.Process(
             target=run_child, args=(theirs, threads, factory, arguments), daemon=True, name=f"paceline {name}"
@@ -129,6 +131,7 @@ class Worker:
 
     def death(self) -> str:
         """How the process ended, in words."""
+        self.process.join(5.0)
         code = self.process.exitcode
         if code is not None and code < 0:
             return f"was killed by {signal.Signals(-code).name}"

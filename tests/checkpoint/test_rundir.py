@@ -1,0 +1,76 @@
+"""A run directory is one run's, and says what differs when it is not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from paceline.checkpoint import rundir
+from paceline.config import Settings, validate_settings
+from paceline.errors import RunDirectoryError
+
+FACTS = {"drafter": {"block_size": 8}, "data_fingerprint": "abc"}
+
+
+def settings(run_dir: Path, **sections: dict) -> Settings:
+    return validate_settings({"run_dir": str(run_dir), "target": {"path": "t"}, **sections}, {}, "test")
+
+
+def test_second_start_of_the_same_run_is_accepted(tmp_path: Path) -> None:
+    rundir.open_run(settings(tmp_path / "r"), FACTS)
+    rundir.open_run(settings(tmp_path / "r"), FACTS)
+    assert rundir.read_run_settings(tmp_path / "r") == settings(tmp_path / "r")
+    assert rundir.read_run_facts(tmp_path / "r")["versions"]["torch"]
+
+
+def test_each_changed_setting_is_a_line_with_both_values(tmp_path: Path) -> None:
+    rundir.open_run(settings(tmp_path / "r"), FACTS)
+    changed = settings(tmp_path / "r", optimizer={"lr": 0.5}, plan={"accumulate": 2})
+    with pytest.raises(RunDirectoryError) as caught:
+        rundir.open_run(changed, FACTS)
+    assert len(caught.value.faults) == 2
+    assert "made with plan.accumulate = 4, asked for 2" in str(caught.value)
+    assert "made with optimizer.lr = 0.0006, asked for 0.5" in str(caught.value)
+    assert rundir.read_run_settings(tmp_path / "r").optimizer.lr == 0.0006
+
+
+def test_changed_data_is_refused(tmp_path: Path) -> None:
+    rundir.open_run(settings(tmp_path / "r"), FACTS)
+    with pytest.raises(RunDirectoryError, match="its data fingerprint is not today's"):
+        rundir.open_run(settings(tmp_path / "r"), {**FACTS, "data_fingerprint": "xyz"})
+
+
+def test_sections_that_do_not_change_what_is_learned_may_change(tmp_path: Path) -> None:
+    rundir.open_run(settings(tmp_path / "r"), FACTS)
+    rundir.open_run(settings(tmp_path / "r", flow={"mode": "inline"}, checkpoint={"keep_last": 9}), FACTS)
+    assert rundir.read_run_settings(tmp_path / "r").checkpoint.keep_last == 9
+
+
+def test_a_folder_with_something_else_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("mine")
+    with pytest.raises(RunDirectoryError, match=r"not empty and no run of paceline \(thesis.tex\)"):
+        rundir.open_run(settings(tmp_path), FACTS)
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_a_folder_with_only_a_store_may_become_a_run(tmp_path: Path) -> None:
+    (tmp_path / "store").mkdir()
+    rundir.open_run(settings(tmp_path), FACTS)
+    assert rundir.is_run_directory(tmp_path)
+
+
+def test_evaluations_are_kept_by_step(tmp_path: Path) -> None:
+    for step, tau in ((300, 2.0), (0, 1.0), (300, 2.5)):
+        rundir.add_evaluation(tmp_path, step, {"tau": tau})
+    assert rundir.read_evaluations(tmp_path) == [{"step": 0, "tau": 1.0}, {"step": 300, "tau": 2.5}]
+
+
+def test_damaged_files_are_one_clear_line(tmp_path: Path) -> None:
+    rundir.open_run(settings(tmp_path / "r"), FACTS)
+    (tmp_path / "r" / rundir.RUN).write_text(json.dumps({})[:-1])
+    with pytest.raises(RunDirectoryError, match="damaged"):
+        rundir.read_run_facts(tmp_path / "r")
+    with pytest.raises(RunDirectoryError, match="no run here"):
+        rundir.read_run_settings(tmp_path)

@@ -1,0 +1,111 @@
+"""Stages with settable behaviour, for tests of the hub: real processes and pipes, no models."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from paceline.contracts import Ratio, StepReport
+from paceline.flow.messages import (
+    BufferReleased,
+    CloseWindow,
+    DrafterTask,
+    FeaturesReady,
+    SaveState,
+    StateSaved,
+    TargetTask,
+    WindowClosed,
+)
+from paceline.flow.pool import BufferPool
+
+
+class SimulatedTarget:
+    """Writes the sum of a batch's tokens into the buffer after a random delay; misbehaves on one batch when told."""
+
+    def __init__(self, pool: BufferPool, seed: int, most_delay_s: float, fault: str = "", fault_at: int = -1) -> None:
+        self.pool, self.random, self.most_delay_s = pool, random.Random(seed), most_delay_s
+        self.fault, self.fault_at = fault, fault_at
+
+    def handle(self, message: TargetTask) -> Iterator[FeaturesReady]:
+        index = message.host.planned.index
+        if index == self.fault_at:
+            misbehave(self.fault)
+        time.sleep(self.random.random() * self.most_delay_s)
+        self.pool.view(message.buffer, 1).fill_(float(message.host.ids.sum()))
+        yield FeaturesReady(message.buffer)
+
+
+class SimulatedDrafter:
+    """Notes what it was given, in order; checks that each buffer holds its own batch's features."""
+
+    def __init__(self, pool: BufferPool, seed: int, most_delay_s: float, fault: str = "", fault_at: int = -1) -> None:
+        self.pool, self.random, self.most_delay_s = pool, random.Random(seed), most_delay_s
+        self.fault, self.fault_at = fault, fault_at
+        self.trained: list[int] = []
+
+    def handle(self, message: Any) -> Iterator[Any]:
+        if isinstance(message, DrafterTask):
+            index = message.host.planned.index
+            if index == self.fault_at:
+                misbehave(self.fault)
+            time.sleep(self.random.random() * self.most_delay_s)
+            found = float(self.pool.view(message.buffer, 1)[0, 0])
+            if found != float(message.host.ids.sum()):
+                raise ValueError(f"buffer {message.buffer} holds {found}, not batch {index}")
+            self.trained.append(index)
+            yield BufferReleased(message.buffer)
+        elif isinstance(message, CloseWindow):
+            trained, self.trained = self.trained, []
+            yield WindowClosed(report(message.order, trained))
+        elif isinstance(message, SaveState):
+            yield StateSaved(message.step)
+
+
+def misbehave(fault: str) -> None:
+    """Raise, hang or die."""
+    if fault == "raise":
+        raise ValueError("a made-up fault\nwith a second line")
+    if fault == "hang":
+        time.sleep(3600)
+    if fault == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def cannot_start(*_: Any) -> None:
+    """A factory that fails."""
+    raise OSError("no such device")
+
+
+def note_pid(path: str) -> SimulatedTarget:
+    """A factory that tells its process number."""
+    pool = BufferPool(1, 1, 1, __import__("torch").float32)
+    Path(path).write_text(str(os.getpid()))
+    return SimulatedTarget(pool, 0, 0.0)
+
+
+def report(order: Any, trained: list[int]) -> StepReport:
+    """A step report with nothing but its batches."""
+    return StepReport(
+        step=order.step,
+        epoch=order.epoch,
+        window=order.window,
+        loss=Ratio(1.0, 1.0),
+        ratios={},
+        buckets={},
+        batches=trained,
+        gradient_norm=0.0,
+        clipped=False,
+        skipped=False,
+        learning_rate=0.0,
+        samples=0,
+        anchors=0,
+        real_tokens=0,
+        padded_tokens=0,
+        draft_positions=0,
+        seconds=0.0,
+    )

@@ -1,0 +1,219 @@
+"""The hub with real processes: windows never depend on timing, and no failure hangs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import simulated_stages as stages
+
+from paceline.contracts import HostBatch, PlannedBatch, StepReport
+from paceline.errors import Interrupted, StageError
+from paceline.flow.hub import Hub
+from paceline.flow.messages import StepOrder
+from paceline.flow.pool import BufferPool
+from paceline.flow.prefetch import Prefetcher
+from paceline.flow.worker import Worker
+
+
+def host(index: int, window: int, replica: int = 0) -> HostBatch:
+    rows = np.array([10 * index, 10 * index + 1])
+    planned = PlannedBatch(index, 0, window, replica, 0, 0, rows, 4, 8, 8, 0)
+    ids = np.full((2, 4), index + 1)
+    empty = np.zeros(0, dtype=np.int64)
+    return HostBatch(planned, ids, ids > 0, np.array([4, 4]), empty, np.array([0, 0]))
+
+
+def orders_of(windows: int, accumulate: int, every: int = 1000) -> list[StepOrder]:
+    return [
+        StepOrder(w + 1, 0, w, range(w * accumulate, (w + 1) * accumulate), save=(w + 1) % every == 0)
+        for w in range(windows)
+    ]
+
+
+@contextmanager
+def joined(
+    *,
+    windows: int = 6,
+    accumulate: int = 4,
+    targets: int = 2,
+    drafters: int = 1,
+    buffers: int = 3,
+    delivery: str = "ordered",
+    delay_s: float = 0.004,
+    stall_limit_s: float = 60.0,
+    target_fault: tuple[str, int] = ("", -1),
+    drafter_fault: tuple[str, int] = ("", -1),
+    feed: Iterator[HostBatch] | None = None,
+    stop: Callable[[], bool] = lambda: False,
+) -> Iterator[tuple[Hub, list[Worker]]]:
+    orders = orders_of(windows, accumulate)
+    items = feed or (host(i, i // accumulate, i % drafters) for i in range(windows * accumulate))
+    pool = BufferPool(buffers, 1, 1, torch.float32)
+    workers = [Worker(f"target {n}", stages.SimulatedTarget, (pool, n, delay_s, *target_fault)) for n in range(targets)]
+    ranks = [
+        Worker(f"drafter {n}", stages.SimulatedDrafter, (pool, 100 + n, delay_s / 2, *drafter_fault))
+        for n in range(drafters)
+    ]
+    prefetcher = Prefetcher(items, 4)
+    try:
+        yield (
+            Hub(
+                workers,
+                ranks,
+                num_buffers=buffers,
+                feed=prefetcher,
+                orders=orders,
+                delivery=delivery,
+                stall_limit_s=stall_limit_s,
+                stop_requested=stop,
+            ),
+            [*workers, *ranks],
+        )
+    finally:
+        prefetcher.close()
+        for worker in (*workers, *ranks):
+            worker.stop(1.0)
+
+
+def run(hub: Hub) -> list[StepReport]:
+    return list(hub.run())
+
+
+@pytest.mark.parametrize("targets", [1, 3])
+def test_ordered_delivery_trains_in_plan_order(targets: int) -> None:
+    with joined(targets=targets) as (hub, _):
+        reports = run(hub)
+    assert [report.step for report in reports] == [1, 2, 3, 4, 5, 6]
+    assert [list(report.batches) for report in reports] == [list(range(4 * w, 4 * w + 4)) for w in range(6)]
+
+
+def test_ready_delivery_keeps_windows_whatever_the_timing() -> None:
+    with joined(delivery="ready", targets=3, delay_s=0.02, buffers=5, windows=8) as (hub, _):
+        reports = run(hub)
+    assert [sorted(report.batches) for report in reports] == [list(range(4 * w, 4 * w + 4)) for w in range(8)]
+    assert any(list(report.batches) != sorted(report.batches) for report in reports), "the delays changed no order"
+
+
+def test_replicas_get_their_own_batches_and_all_take_each_step() -> None:
+    with joined(drafters=2, buffers=4, windows=3) as (hub, _):
+        reports = run(hub)
+    assert [list(report.batches) for report in reports] == [[0, 2], [4, 6], [8, 10]]
+
+
+def test_waits_are_reported_for_both_stages() -> None:
+    with joined() as (hub, _):
+        reports = run(hub)
+    assert set(reports[-1].waits_s) == {
+        f"{s}/{w}" for s in ("target", "drafter") for w in ("busy", "starved", "blocked")
+    }
+    assert reports[-1].waits_s["target/busy"] > 0
+
+
+@pytest.mark.parametrize("stage", ["target", "drafter"])
+def test_an_exception_names_stage_batch_samples_and_keeps_the_trace(stage: str) -> None:
+    with joined(**{f"{stage}_fault": ("raise", 5)}) as (hub, _), pytest.raises(StageError) as caught:
+        run(hub)
+    text = str(caught.value)
+    assert stage in text and "batch 5 of epoch 0 (samples 50, 51)" in text and "a made-up fault" in text
+    assert "\n" not in text
+    assert "Traceback" in caught.value.__notes__[0]
+
+
+@pytest.mark.parametrize("stage", ["target", "drafter"])
+def test_a_killed_worker_is_named(stage: str) -> None:
+    with (
+        joined(targets=1, **{f"{stage}_fault": ("kill", 5)}) as (hub, _),
+        pytest.raises(StageError, match=rf"stage {stage} 0 was killed by SIGKILL while working on batch 5"),
+    ):
+        run(hub)
+
+
+@pytest.mark.parametrize("stage", ["target", "drafter"])
+def test_a_stuck_worker_is_named(stage: str) -> None:
+    with (
+        joined(targets=1, stall_limit_s=8.0, **{f"{stage}_fault": ("hang", 5)}) as (hub, _),
+        pytest.raises(StageError, match=rf"stage {stage} 0 has shown no progress .* batch 5 of epoch 0"),
+    ):
+        run(hub)
+
+
+def test_a_worker_that_cannot_start_is_named() -> None:
+    worker = Worker("target 0 (cuda:9)", stages.cannot_start, ())
+    feed = Prefetcher(iter([]), 1)
+    hub = Hub([worker], [], num_buffers=2, feed=feed, orders=orders_of(1, 1), delivery="ordered", stall_limit_s=60)
+    try:
+        with pytest.raises(StageError, match=r"target 0 .cuda:9. failed on start-up: OSError: no such device"):
+            run(hub)
+    finally:
+        feed.close()
+        worker.stop(0.0)
+
+
+def test_a_feed_that_raises_stops_the_run() -> None:
+    def broken() -> Iterator[HostBatch]:
+        yield host(0, 0)
+        raise KeyError("row 7")
+
+    with joined(feed=broken()) as (hub, _), pytest.raises(StageError, match="stage feed failed: KeyError: 'row 7'"):
+        run(hub)
+
+
+def test_a_stop_ends_after_the_open_window_and_saves() -> None:
+    asked = []
+    with joined(stop=lambda: bool(asked)) as (hub, _):
+        steps = []
+        for report in hub.run():
+            steps.append(report.step)
+            if report.step == 2:
+                asked.append(True)
+        assert steps == list(range(1, hub.last_step + 1)) and 2 <= hub.last_step < 6
+
+
+def test_a_stop_during_start_up_trains_nothing() -> None:
+    with joined(stop=lambda: True) as (hub, _), pytest.raises(Interrupted, match="nothing was trained"):
+        run(hub)
+
+
+def test_children_end_when_the_parent_dies(tmp_path: Path) -> None:
+    note = tmp_path / "pid"
+    script = (
+        "import os, sys, time\n"
+        f"sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        "import simulated_stages as stages\n"
+        "from paceline.flow.worker import Worker\n"
+        "if __name__ == '__main__':\n"
+        f"    worker = Worker('target 0', stages.note_pid, ({str(note)!r},))\n"
+        "    worker.connection.recv()\n"
+        "    os._exit(1)\n"
+    )
+    path = tmp_path / "parent.py"
+    path.write_text(script)
+    subprocess.run([sys.executable, str(path)], timeout=60, check=False)
+    pid = int(note.read_text())
+    deadline = time.monotonic() + 10
+    while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not Path(f"/proc/{pid}").exists()
+
+
+def test_shared_memory_that_is_too_small_is_refused_with_what_to_lower() -> None:
+    with pytest.raises(StageError, match=r"feature buffers need .* lower plan.token_budget or flow.pool_buffers"):
+        BufferPool(4, 1 << 30, 1 << 14, torch.float32)
+
+
+def test_workers_are_gone_after_stop() -> None:
+    with joined(windows=1) as (hub, workers):
+        run(hub)
+        pids = [worker.process.pid for worker in workers]
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
