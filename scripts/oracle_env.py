@@ -2,9 +2,9 @@
 
     python scripts/oracle_env.py
 
-Their pins clash with ours, so they live in an environment of their own: `.venv-oracle` in the project root, or the folder named
-by `PACELINE_ORACLE_VENV`. A second call does nothing unless the requirements, the Python version or the folder changed.
-Writes the interpreter's path to standard output.
+Their pins clash with ours, so they live in an environment of their own: `.venv-oracle` in the project root, or the
+folder named by `PACELINE_ORACLE_VENV`. A second call does nothing unless the requirements, the Python version or the
+folder changed. Writes the interpreter's path to standard output.
 """
 
 from __future__ import annotations

@@ -1,0 +1,67 @@
+"""A folder that appears whole: written aside, flushed to disk, then renamed into place."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+from paceline.errors import ExportError
+
+MARKER = "config.json"
+"""What a drafter folder has; only such a folder, or an empty one, is replaced."""
+
+
+@contextmanager
+def appearing(folder: str | Path) -> Generator[Path]:
+    """A fresh folder beside `folder` to write into; on leaving without an error it takes the name `folder`.
+
+    An older drafter folder of that name is replaced: it is moved away, the new one renamed into place, then the old one
+    removed. When anything fails the old one stays as it was and the unfinished one is removed.
+
+    Raises:
+        ExportError: `folder` is a file, or a folder that holds something else than a drafter.
+    """
+    final = Path(folder).absolute()
+    if final.exists() and not final.is_dir():
+        raise ExportError(f"{final}: is a file; give a folder for the drafter")
+    if final.is_dir() and any(final.iterdir()) and not (final / MARKER).is_file():
+        raise ExportError(f"{final}: holds something else than a drafter (no {MARKER}); give another folder")
+    final.parent.mkdir(parents=True, exist_ok=True)
+    aside = final.with_name(f".{final.name}.writing-{os.getpid()}")
+    old = final.with_name(f".{final.name}.old-{os.getpid()}")
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir()
+    try:
+        yield aside
+        _flush(aside)
+        if final.exists():
+            final.rename(old)
+        aside.rename(final)
+        _flush_folder(final.parent)
+    except BaseException:
+        if old.exists() and not final.exists():
+            old.rename(final)
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _flush(folder: Path) -> None:
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+        else:
+            _flush_folder(path)
+    _flush_folder(folder)
+
+
+def _flush_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,37 @@
+"""The two formats side by side: which one a folder has, and reading whichever it is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from paceline.export.qwen3 import read_config
+from paceline.export.speculators import MODEL_TYPE_KEY, read_speculators
+from paceline.export.zlab import read_zlab
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from paceline.drafter.spec import DrafterSpec
+
+READERS = {"zlab": read_zlab, "speculators": read_speculators}
+"""Format → its reader."""
+
+
+def folder_format(folder: str | Path) -> str:
+    """``speculators`` or ``zlab``, by the folder's configuration.
+
+    Raises:
+        ExportError: there is none.
+    """
+    _, config = read_config(folder)
+    return "speculators" if MODEL_TYPE_KEY in config else "zlab"
+
+
+def read_drafter(folder: str | Path) -> tuple[DrafterSpec, dict[str, Tensor]]:
+    """Spec and tensors of a drafter folder of either format, ours or published.
+
+    Raises:
+        ExportError: a folder that is no DFlash drafter; one line for each fault.
+    """
+    return READERS[folder_format(folder)](folder)

@@ -1,0 +1,156 @@
+"""The z-lab folder: what z-lab `dflash`, SGLang and vLLM read. `config.json` and unprefixed tensors.
+
+Causality has no key per layer there: without ``is_causal`` full layers are bidirectional and sliding ones causal;
+with it, all layers are what it says. A drafter that fits neither is refused. The label convention has no key either:
+slot k predicts token a + k.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paceline.errors import ExportError
+from paceline.export.folder import appearing
+from paceline.export.qwen3 import agreed, integer, layer_ids, qwen3_section, read_config, shape_fields, write_config
+from paceline.export.target import build_spec, check_mask, check_target
+from paceline.export.weights import SHARD_BYTES, check_shapes, in_dtype, read_weights, write_weights
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from paceline.contracts import TargetFacts
+    from paceline.drafter.spec import DrafterSpec
+
+ARCHITECTURE = "DFlashDraftModel"
+KNOWN = {"mask_token_id", "target_layer_ids", "block_size", "causal"}
+"""Keys of ``dflash_config`` that are understood; any other may change what the drafter computes and is refused."""
+
+
+def zlab_config(spec: DrafterSpec, dtype: str) -> dict[str, Any]:
+    """The folder's ``config.json``.
+
+    Raises:
+        ExportError: a causality or label convention that the format cannot say.
+    """
+    if spec.sample_from_anchor:
+        raise ExportError(
+            "format zlab: has no key for sample_from_anchor, readers would shift every draft by one; "
+            "export with --format speculators"
+        )
+    config = {
+        "architectures": [ARCHITECTURE],
+        "block_size": spec.block_size,
+        "dflash_config": {
+            "block_size": spec.block_size,
+            "mask_token_id": spec.mask_token_id,
+            "target_layer_ids": list(spec.taps),
+        },
+        "num_target_layers": spec.num_target_layers,
+        **qwen3_section(spec, dtype),
+    }
+    causal = _is_causal(spec)
+    return config if causal is None else {**config, "is_causal": causal}
+
+
+def _is_causal(spec: DrafterSpec) -> bool | None:
+    flags = tuple(spec.causal)
+    if flags == tuple(kind == "sliding" for kind in spec.layers):
+        return None
+    if len(set(flags)) == 1:
+        return flags[0]
+    raise ExportError(
+        f"format zlab: layers {list(spec.layers)} with causal {list(flags)} cannot be said; "
+        "it knows full bidirectional with sliding causal, all causal, or all bidirectional"
+    )
+
+
+def spec_from_zlab(where: str, config: Mapping[str, Any]) -> DrafterSpec:
+    """The spec that a z-lab configuration describes, published ones included.
+
+    ``block_size`` and the ``dflash_config`` keys may stand inside or at the top level (published folders differ);
+    where both are given they must agree. Taps are never guessed.
+
+    Raises:
+        ExportError: one line naming key, value and what is allowed.
+    """
+    if config.get("architectures") not in ([ARCHITECTURE], None):
+        raise ExportError(
+            f"{where}: architectures is {config['architectures']!r}; a DFlash drafter has [{ARCHITECTURE!r}]"
+        )
+    inner = config.get("dflash_config") or {}
+    if unknown := sorted(set(inner) - KNOWN):
+        raise ExportError(
+            f"{where}: dflash_config has {', '.join(unknown)}; such a drafter computes something else than a DFlash one"
+        )
+    both = {key: agreed(where, key, config.get(key), inner.get(key)) for key in KNOWN - {"causal"}}
+    for key, value in both.items():
+        if value is None:
+            raise ExportError(
+                f"{where}: {key} stands neither at the top level nor in dflash_config; it is never guessed"
+            )
+    fields = shape_fields(where, config)
+    causal = agreed(where, "is_causal", config.get("is_causal"), inner.get("causal"))
+    fields |= {
+        "causal": tuple(kind == "sliding" if causal is None else bool(causal) for kind in fields["layers"]),
+        "block_size": integer(where, both, "block_size", at_least=2),
+        "mask_token_id": integer(where, both, "mask_token_id", at_least=0),
+        "taps": layer_ids(where, both, "target_layer_ids"),
+        "num_target_layers": integer(where, config, "num_target_layers"),
+        "sample_from_anchor": False,
+    }
+    return build_spec(where, fields)
+
+
+def write_zlab(
+    folder: str | Path,
+    spec: DrafterSpec,
+    state: Mapping[str, Tensor],
+    facts: TargetFacts | None = None,
+    dtype: str = "bfloat16",
+    *,
+    shard_bytes: int = SHARD_BYTES,
+    extras: Callable[[Path], None] | None = None,
+) -> dict[str, Tensor]:
+    """Write a z-lab folder; it appears whole or not at all.
+
+    Args:
+        folder: where to; an older drafter folder there is replaced.
+        spec: the architecture.
+        state: the drafter's tensors by name, any float type.
+        facts: the target, to refuse a drafter that does not fit it.
+        dtype: ``bfloat16`` or ``float32``.
+        shard_bytes: tensors that take more are spread over several files.
+        extras: called with the unfinished folder, to add files (model card, golden tensors).
+
+    Returns:
+        The tensors as stored.
+
+    Raises:
+        ExportError: a drafter that does not fit the format, its spec or its target.
+    """
+    check_mask("drafter", spec)
+    if facts is not None:
+        check_target("drafter", spec, facts)
+    config = zlab_config(spec, dtype)
+    stored = in_dtype(state, spec, dtype)
+    with appearing(folder) as aside:
+        write_config(aside, config)
+        write_weights(aside, stored, shard_bytes)
+        if extras is not None:
+            extras(aside)
+    return stored
+
+
+def read_zlab(folder: str | Path) -> tuple[DrafterSpec, dict[str, Tensor]]:
+    """Read a z-lab folder: ours, or a published one.
+
+    Raises:
+        ExportError: a configuration that is no DFlash drafter's, or tensors that are missing, left over or misshaped.
+    """
+    where, config = read_config(folder)
+    spec = spec_from_zlab(where, config)
+    state = read_weights(Path(folder))
+    check_shapes(str(folder), spec, {name: tuple(tensor.shape) for name, tensor in state.items()})
+    return spec, state
