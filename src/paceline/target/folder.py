@@ -102,7 +102,7 @@ def fingerprint(folder: Path, config: dict[str, Any]) -> str:
         64 hexadecimal digits.
     """
     digest = hashlib.sha256()
-    kept = {key: value for key, value in config.items() if key not in NOT_IDENTITY}
+    kept = {key: value for key, value in config.items() if key not in NOT_IDENTITY and value is not None}
     digest.update(json.dumps(kept, sort_keys=True).encode())
     files = weight_files(folder) or sorted([*folder.glob("*.bin"), *folder.glob("*.gguf")])
     for file in files:

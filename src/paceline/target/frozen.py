@@ -70,8 +70,8 @@ class Target:
 
         Args:
             host: the batch, right-padded.
-            out: flat buffer of at least S · N · H numbers of the target's type and device to write into; the result
-                is then a view of it.
+            out: contiguous buffer of at least S · N · H numbers of the target's type to write into, on any device;
+                the result is then a view of it.
             with_last: also hand over the output of the last layer (teacher distributions need it).
 
         Returns:
@@ -157,12 +157,12 @@ class Target:
         if out is None:
             return torch.empty(num_tokens, self.width, dtype=self.dtype, device=self.device)
         needed = num_tokens * self.width
-        if out.dtype != self.dtype or out.dim() != 1 or out.numel() < needed:
+        if out.dtype != self.dtype or out.numel() < needed or not out.is_contiguous():
             raise TargetError(
-                f"feature buffer of {out.numel()} x {out.dtype} {list(out.shape)}: {needed} x {self.dtype} in one "
-                "dimension are needed"
+                f"feature buffer {list(out.shape)} of {out.dtype}: {num_tokens} x {self.width} contiguous numbers of "
+                f"{self.dtype} are needed; size buffers by the plan's largest batch and the target's dtype"
             )
-        return out[:needed].view(num_tokens, self.width)
+        return out.view(-1)[:needed].view(num_tokens, self.width)
 
 
 def real_positions(lengths: np.ndarray | Sequence[int], width: int) -> np.ndarray:

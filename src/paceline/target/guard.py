@@ -136,8 +136,8 @@ def _compare(target: Target, alone: Tensor, within: Tensor, batch: FeatureBatch,
             sample = int(np.asarray(batch.host.planned.rows)[row])
             raise TargetError(
                 f"tap guard: batch {batch.host.planned.index}: layer {layer}: the first {length} tokens of sample "
-                f"{sample} alone differ from those in the batch by {float(judged):.3g} (relative, {allowed:g} allowed); padding, "
-                "neighbours or later tokens leak into its states"
+                f"{sample} alone differ from those in the batch by {float(judged):.3g} "
+                f"(relative, {allowed:g} allowed); padding, neighbours or later tokens leak into its states"
             )
         errors.append(float(relative.max()))
     return np.asarray(errors)

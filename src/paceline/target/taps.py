@@ -32,10 +32,10 @@ def default_taps(num_layers: int, num_taps: int) -> list[int]:
         taps = [num_layers // 2]
     else:
         taps = [round(1 + j * (num_layers - 4) / (num_taps - 1)) for j in range(num_taps)]
-    if len(set(taps)) < num_taps or min(taps) < 0 or max(taps) >= num_layers:
+    if taps != sorted(set(taps)) or min(taps) < 0 or max(taps) >= num_layers:
         raise TargetError(
             f"target.num_taps = {num_taps}: the usual rule gives {taps} on {num_layers} layers, which are not "
-            f"{num_taps} different layers; lower num_taps or list `target.taps` yourself (0 to {num_layers - 1})"
+            f"{num_taps} layers in order; lower num_taps or list `target.taps` yourself (0 to {num_layers - 1})"
         )
     return taps
 

@@ -8,9 +8,14 @@ from paceline.config import TargetConfig
 from paceline.flow.messages import FeaturesReady, TargetTask
 from paceline.flow.pool import BufferPool
 
+GUARD_EVERY = 64
+"""Batches between two checks of what a worker hands over."""
+
 
 class TargetStage:
-    """Runs the frozen target on one device.
+    """Runs the frozen target on one device, under the tap guard.
+
+    The first batch is guarded by running pieces of it again, then every `GUARD_EVERY`-th is checked as it stands.
 
     Args:
         settings: the target.
@@ -24,9 +29,17 @@ class TargetStage:
 
         self._target = load_target(settings, taps, device)
         self._pool = pool
+        self._handled = 0
 
     def handle(self, message: TargetTask) -> Iterator[FeaturesReady]:
         """Features of the batch's real tokens, [S, N·H], into the task's buffer."""
         tokens = int(message.host.lengths.sum())
-        self._target.features(message.host, out=self._pool.view(message.buffer, tokens))
+        batch = self._target.features(message.host, out=self._pool.view(message.buffer, tokens))
+        from paceline.target.guard import check_features, guard_first_batch
+
+        if self._handled == 0:
+            guard_first_batch(self._target, batch)
+        elif self._handled % GUARD_EVERY == 0:
+            check_features(batch, self._target.taps, self._target.facts.hidden_size)
+        self._handled += 1
         yield FeaturesReady(message.buffer)

@@ -1,0 +1,66 @@
+"""Tiny random targets for the tests of every room that needs one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from paceline.contracts import HostBatch, PlannedBatch
+
+TINY: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "initializer_range": 0.2,
+}
+PAD = 0
+
+
+def tiny_model(model_type: str, seed: int = 0, **more: Any) -> Any:
+    """A random causal language model of a type, in float32."""
+    config = AutoConfig.for_model(model_type, **{**TINY, **more})
+    torch.manual_seed(seed)
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+def save_tiny(folder: Path, model_type: str, seed: int = 0, **more: Any) -> Path:
+    """Saves `tiny_model`; returns the folder."""
+    tiny_model(model_type, seed, **more).save_pretrained(str(folder))
+    return folder
+
+
+def host_batch(documents: Sequence[Sequence[int]], *, width: int | None = None, index: int = 3) -> HostBatch:
+    """A right-padded batch of documents without anchors."""
+    lengths = np.array([len(document) for document in documents])
+    width = width or int(lengths.max())
+    ids = np.full((len(documents), width), PAD, dtype=np.int64)
+    for row, document in enumerate(documents):
+        ids[row, : len(document)] = document
+    planned = PlannedBatch(
+        index=index,
+        epoch=0,
+        window=0,
+        replica=0,
+        slot=0,
+        bucket=0,
+        rows=np.arange(100, 100 + len(documents)),
+        width=width,
+        real_tokens=int(lengths.sum()),
+        padded_tokens=ids.size,
+        draft_positions=0,
+    )
+    nothing = np.zeros(0, dtype=np.int64)
+    return HostBatch(planned, ids, ids > PAD, lengths, nothing, np.zeros(len(documents), dtype=np.int64))
