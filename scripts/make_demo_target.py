@@ -247,15 +247,17 @@ def by_tag(chats: Sequence[demo_text.Chat], limit: int, seed: int) -> list[demo_
 
 def command(options: argparse.Namespace) -> str:
     """The command line that repeats this run, every option written out but the place of the folder."""
-    chosen = {name: value for name, value in vars(options).items() if name != "out"}
+    chosen = {name: value for name, value in vars(options).items() if name not in ("out", "start")}
+    start = [] if options.start is None else ["--start", "EARLIER"]
     flags = [word for name, value in chosen.items() for word in (f"--{name.replace('_', '-')}", str(value))]
-    return shlex.join(["python", "scripts/make_demo_target.py", "--out", "FOLDER", *flags])
+    return shlex.join(["python", "scripts/make_demo_target.py", "--out", "FOLDER", *start, *flags])
 
 
 def main() -> None:
     """Command line: build text, tokenizer and model, train, measure, save."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
+    parser.add_argument("--start", type=Path, help="folder of an earlier run to go on from (its tokenizer is kept)")
     parser.add_argument("--steps", type=int, default=1500, help="optimizer steps")
     parser.add_argument("--batch-tokens", type=int, default=2048, help="padded tokens a step")
     parser.add_argument("--matrix-rate", type=float, default=8e-3, help="Muon learning rate")
@@ -270,26 +272,36 @@ def main() -> None:
     started = time.monotonic()
     chats = demo_text.chats(options.seed)
     training = [chat for chat in chats if not chat.held_out]
-    tokenizer = train_tokenizer([content for chat in training for _, content in chat.messages])
+    earlier = None
+    if options.start is None:
+        tokenizer = train_tokenizer([content for chat in training for _, content in chat.messages])
+    else:
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(options.start)
+        earlier = json.loads((options.start / "TRAINING.json").read_text(encoding="utf-8"))
+    steps_before = earlier["steps"] if earlier else 0
     shown = [chat for chat in training for _ in range(REPEATS.get(chat.tags[0], 1))]
     rows = tokenize(tokenizer, shown)
     held_out = [chat for chat in chats if chat.held_out]
     log.info("%d rows and %d tokens an epoch", len(rows), sum(len(ids) for ids, _ in rows))
-    model = Qwen3ForCausalLM(model_config(tokenizer))
+    model = (
+        Qwen3ForCausalLM(model_config(tokenizer))
+        if options.start is None
+        else Qwen3ForCausalLM.from_pretrained(options.start)
+    )
     rates = (options.matrix_rate, options.other_rate)
-    train(model, rows, options.steps, options.batch_tokens, rates, options.seed)
+    train(model, rows, options.steps, options.batch_tokens, rates, options.seed + steps_before)
     save(model, tokenizer, options.out)
     measured = by_tag(held_out, options.measured_per_tag, options.seed)
     stored = Qwen3ForCausalLM.from_pretrained(options.out)
     report = {
-        "command": command(options),
+        "commands": [*(earlier["commands"] if earlier else []), command(options)],
         "python": platform.python_version(),
         "torch": torch.__version__,
         "parameters": sum(p.numel() for p in stored.parameters()),
         "training_rows_an_epoch": len(rows),
         "training_tokens_an_epoch": sum(len(ids) for ids, _ in rows),
-        "steps": options.steps,
-        "wall_s": round(time.monotonic() - started),
+        "steps": options.steps + steps_before,
+        "wall_s": round(time.monotonic() - started) + (earlier["wall_s"] if earlier else 0),
         "held_out_documents": sorted({chat.document for chat in held_out}),
         "held_out_chats_measured": len(measured),
         "loss_unit": "nats per token",
