@@ -271,25 +271,30 @@ def train(run: Composition, *, notice: Callable[[str], None]) -> Outcome:
     orders = run.remaining
     if not orders:
         return Outcome(run.first_step, len(run.orders), stopped=False)
+    first_plan = epoch_plan(run.settings, run.spec, run.source, orders[0].epoch)
+    header = {
+        **rundir.read_run_facts(run.run_dir),
+        "samples_per_epoch": first_plan.num_samples,
+        "bucket_edges": first_plan.edges.tolist(),
+    }
     observer = open_observer(
-        run.settings.observe,
-        run.run_dir,
-        total_steps=len(run.orders),
-        header=rundir.read_run_facts(run.run_dir),
-        first_step=run.first_step,
+        run.settings.observe, run.run_dir, total_steps=len(run.orders), header=header, first_step=run.first_step
     )
     engine = _inline if run.settings.flow.mode == "inline" else _pipeline
-    last, status = run.first_step, "failed"
+    last, status = run.first_step, "failed: unforeseen"
     try:
         with StopRequest(notice) as stop:
             for report in engine(run, orders, stop):
                 observer.step(report)
                 last = report.step
+                if run.orders[last - 1].save:
+                    observer.event("checkpoint", step=last)
         status = "finished" if last == len(run.orders) else "stopped"
     except KeyboardInterrupt:
         status = "interrupted"
         raise
     except PacelineError as fault:
+        status = f"failed: {fault.faults[0]}"
         _log_failure(run.run_dir, fault, observer)
         raise
     finally:

@@ -1,0 +1,98 @@
+"""`paceline train`: train a drafter, or go on where a run stopped."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+from rich.markup import escape
+
+from paceline.checkpoint.rundir import is_run_directory, read_run_settings
+from paceline.cli import frame
+from paceline.config import Settings
+
+if TYPE_CHECKING:
+    from paceline.train import Composition, Outcome
+
+DESCRIPTION = """Train a drafter, or go on where a run stopped.
+
+The chats named in data.train are prepared first where that has not been done. The run directory then holds all there is to
+know about the run; starting again with it, or with the same settings file, goes on from its newest checkpoint.
+
+Examples:
+  paceline train run.yaml
+  paceline train run.yaml --optimizer.lr 3e-4 --run-dir runs/second
+  paceline train runs/second
+"""
+
+
+@dataclass
+class Arguments:
+    """What to train."""
+
+    run: Annotated[Path, tyro.conf.Positional]
+    """Settings file of a new run, or the directory of a run to go on with."""
+    json: bool = False
+    """Print the outcome as JSON on standard output."""
+
+
+def run(argv: Sequence[str]) -> int:
+    """Train; exit code 0 when the run is finished or was stopped with a checkpoint."""
+    arguments, overrides = frame.parse(Arguments, argv, prog="paceline train", description=DESCRIPTION, settings=True)
+    if is_run_directory(arguments.run):
+        settings = read_run_settings(arguments.run, overrides)
+    else:
+        settings = frame.read_settings(str(arguments.run), overrides)
+    outcome = train_run(settings)
+    if arguments.json:
+        frame.write_json(
+            {
+                "run": settings.run_dir,
+                "step": outcome.step,
+                "total_steps": outcome.total_steps,
+                "stopped": outcome.stopped,
+            }
+        )
+    return 0
+
+
+def train_run(settings: Settings) -> Outcome:
+    """Prepare where needed, show what is about to be trained, train, say how it ended."""
+    from paceline.cli.prepare import prepare_store
+
+    prepare_store(settings)
+    from paceline.train import compose, train
+
+    composition = compose(settings)
+    show_run(composition)
+    outcome = train(composition, notice=lambda text: frame.stderr.print(f"[bold yellow]{escape(text)}[/]"))
+    where = escape(str(composition.run_dir))
+    if outcome.stopped:
+        frame.stderr.print(
+            f"stopped at step {outcome.step} of {outcome.total_steps}, checkpoint written; "
+            f"go on with: paceline train {where}"
+        )
+    else:
+        frame.stderr.print(f"trained {outcome.step} steps; next: paceline evaluate {where}")
+    return outcome
+
+
+def show_run(composition: Composition) -> None:
+    """The run in a few lines: target, drafter, data, steps."""
+    facts, spec, source = composition.facts, composition.spec, composition.source
+    flow = composition.settings.flow
+    kinds = ", ".join(f"{spec.layers.count(kind)} {kind}" for kind in dict.fromkeys(spec.layers))
+    lines = [
+        f"target   {facts.path}: {facts.architecture}, {facts.num_layers} layers, hidden {facts.hidden_size}, "
+        f"vocabulary {facts.vocab_size}, taps {composition.taps}",
+        f"drafter  {spec.num_layers} layers ({kinds}), block {spec.block_size}, mask token {spec.mask_token_id}",
+        f"data     {len(source.lengths)} samples, {int(source.lengths.sum())} tokens",
+        f"steps    {len(composition.orders)} of {composition.settings.plan.accumulate} micro-batches"
+        + (f", going on from {composition.first_step}" if composition.first_step else ""),
+        f"flow     {flow.mode}, {flow.delivery}: {', '.join(flow.target_devices)} → {', '.join(flow.drafter_devices)}",
+    ]
+    for line in lines:
+        frame.stderr.print(line, markup=False)

@@ -1,0 +1,23 @@
+"""Every shipped settings file loads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from paceline.config import load_settings
+
+ROOT = Path(__file__).parents[2]
+FILES = sorted(path for folder in ("examples", "src") for path in (ROOT / folder).rglob("*.y*ml"))
+
+
+def test_there_are_examples_for_cpu_one_gpu_and_eight() -> None:
+    assert {path.stem for path in FILES} >= {"cpu", "one_gpu", "eight_gpus"}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_every_shipped_settings_file_loads(path: Path) -> None:
+    settings = load_settings(path)
+    if path.stem == "eight_gpus":
+        assert len(settings.flow.target_devices) + len(settings.flow.drafter_devices) == 8
