@@ -1,0 +1,171 @@
+"""``paceline prepare``: chats to a tokenised store with loss masks and lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+from rich.text import Text
+
+from paceline.cli import frame
+from paceline.config import Settings
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from paceline.data.report import Count, PrepareReport
+    from paceline.data.store import TokenStore
+
+_SHOWN_TOKENS = 1500
+"""Tokens of a sample that `--show` prints at most."""
+
+
+@dataclass
+class Arguments:
+    """Which settings, and what is printed."""
+
+    settings: Annotated[str, tyro.conf.Positional]
+    """YAML file of the run."""
+    show: int = 0
+    """Print this many samples, supervised tokens in colour."""
+    json: bool = False
+    """Print the report as JSON."""
+    replace: bool = False
+    """Replace a store that was made from something else."""
+
+
+def run(argv: Sequence[str]) -> int:
+    """Prepare the data of a run and print the report."""
+    arguments, overrides = frame.parse(
+        Arguments,
+        argv,
+        prog="paceline prepare",
+        description="Tokenise chats with the target's chat template into a store, with loss masks and lengths.\n\n"
+        "Example: paceline prepare run.yaml --show 2 --data.max_length 2048",
+        settings=True,
+    )
+    settings = frame.read_settings(arguments.settings, overrides)
+    report = prepare_run(settings, replace=arguments.replace)
+    if arguments.json:
+        frame.write_json(report.to_json())
+    else:
+        frame.stdout.print(render(report))
+    if arguments.show:
+        _show(report.store, settings, arguments.show)
+    return 0
+
+
+def store_path(settings: Settings) -> Path:
+    """Folder of the run's store."""
+    return Path(settings.data.store) if settings.data.store else Path(settings.run_dir) / "store"
+
+
+def prepare_run(settings: Settings, *, replace: bool = False) -> PrepareReport:
+    """Prepare the data of a run, with progress on standard error."""
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from paceline.data.prepare import prepare
+    from paceline.drafter.anchors import count_eligible
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f} %"))
+    with Progress(*columns, TimeRemainingColumn(), console=frame.stderr, transient=True) as bars:
+        tasks = {
+            name: bars.add_task(name, total=None, visible=False) for name in ("reading", "tokenising", "finishing")
+        }
+
+        def hear(stage: str, done: int, total: int) -> None:
+            bars.update(tasks[stage], completed=done, total=total, visible=True)
+
+        return prepare(
+            settings.data.train,
+            store_path(settings),
+            settings.target.path,
+            settings.data,
+            count_eligible=count_eligible,
+            trust_remote_code=settings.target.trust_remote_code,
+            progress=hear,
+            replace=replace,
+        )
+
+
+def render(report: PrepareReport) -> Text:
+    """The report for a terminal."""
+    from paceline.data.report import NOTES, REASONS
+
+    text = Text()
+    if report.reused:
+        text.append(f"{report.store}: a store of the same data, tokenizer and settings is there; nothing to do\n")
+    else:
+        text.append(f"{report.store}: written\n")
+    share = report.supervised_tokens / report.tokens if report.tokens else 0.0
+    text.append(f"rows     {report.rows_in:,} in, {report.rows_used:,} used, {report.samples:,} samples\n")
+    text.append(f"tokens   {report.tokens:,}, of them {report.supervised_tokens:,} supervised ({share:.1%})\n")
+    text.append(f"anchors  {report.eligible_anchors:,} eligible positions\n")
+    text.append("lengths  " + ", ".join(f"{p} %: {n:,}" for p, n in report.length_percentiles.items()) + "\n")
+    text.append(_histogram(report))
+    text.append(_counts("left out", report.set_aside, REASONS))
+    text.append(_counts("noted", report.notes, NOTES))
+    if report.tags:
+        text.append("\ntags (samples, supervised tokens)\n")
+        for tag, total in report.tags.items():
+            text.append(f"  {tag:<20} {total.samples:>10,} {total.supervised_tokens:>14,}\n")
+    for warning in report.warnings:
+        text.append("warning: ", style="bold yellow")
+        text.append(warning + "\n")
+    text.rstrip()
+    return text
+
+
+def _histogram(report: PrepareReport) -> Text:
+    most = max((row[1] for row in report.length_histogram), default=1)
+    lines = [
+        f"  ≤ {upper:>7,} tokens {samples:>10,} samples {'█' * max(1 if samples else 0, samples * 40 // most)}\n"
+        for upper, samples, _ in report.length_histogram
+    ]
+    return Text("".join(lines))
+
+
+def _counts(title: str, counts: Mapping[str, Count], words: Mapping[str, str]) -> Text:
+    text = Text()
+    if counts:
+        text.append(f"\n{title}\n")
+        for key, count in counts.items():
+            detail = f": {count.detail}" if count.detail else ""
+            text.append(f"  {count.count:>8,}  {words[key]}  (first: {count.example}{detail})\n")
+    return text
+
+
+def _show(store: str, settings: Settings, count: int) -> None:
+    from paceline.data.store import open_store
+    from paceline.data.tokenizer import load_tokenizer
+
+    opened = open_store(store)
+    tokenizer = load_tokenizer(settings.target.path, settings.target.trust_remote_code)
+    for row in range(min(count, len(opened))):
+        frame.stdout.print(draw_sample(opened, row, tokenizer))
+
+
+def draw_sample(store: TokenStore, row: int, tokenizer: PreTrainedTokenizerBase) -> Text:
+    """One sample as text: what is supervised in green on its own, what is not dimmed; borders between tokens are kept.
+
+    Args:
+        store: opened store.
+        row: sample.
+        tokenizer: of the target, with `decode`.
+    """
+    (ids, mask) = store.read([row])[0]
+    text = Text(
+        f"\nsample {row} ({store.origin(row)}; {len(ids)} tokens, {int(mask.sum())} supervised)\n", style="bold"
+    )
+    start = 0
+    for position in range(1, min(len(ids), _SHOWN_TOKENS) + 1):
+        if position == min(len(ids), _SHOWN_TOKENS) or mask[position] != mask[start]:
+            piece = tokenizer.decode(ids[start:position].tolist(), skip_special_tokens=False)
+            text.append(f"⟦{piece}⟧" if mask[start] else str(piece), style="bold green" if mask[start] else "dim")
+            start = position
+    if len(ids) > _SHOWN_TOKENS:
+        text.append(f"\n… {len(ids) - _SHOWN_TOKENS} more tokens", style="italic")
+    return text

@@ -1,0 +1,211 @@
+"""From data files to the tokenised store.
+
+Files are cut into pieces; each piece becomes one part of the store, written aside with its tally, in this process or
+in several. A run that was ended goes on with the pieces that are missing. At the end duplicates are found over all
+parts, the index and the manifest are written, and the folder is renamed to its place. The store's bytes do not depend
+on the number of processes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from paceline.config import DataConfig
+from paceline.contracts import JsonDict
+from paceline.data import store as stored
+from paceline.data.conversation import Conversation, SetAside, read_row
+from paceline.data.finish import finish
+from paceline.data.report import PrepareReport
+from paceline.data.similar import prompt_key
+from paceline.data.sources import Piece, Source, find_files, read_piece, scan
+from paceline.data.tokenise import PieceWorker, finished, start_worker, tokenise_piece
+from paceline.data.tokenizer import fingerprint_template, fingerprint_tokenizer, load_tokenizer
+from paceline.errors import DataError
+
+_SETTINGS = ("max_length", "on_too_long", "on_rewrite", "on_cut_answer", "duplicates", "near_duplicates", "thinking")
+"""Settings that decide what is in the store."""
+
+
+class Progress(Protocol):
+    """Hears how far preparing is."""
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        """`stage` is `reading` (bytes), `tokenising` (pieces) or `finishing` (steps)."""
+        ...
+
+
+def prepare(
+    files: Sequence[str],
+    store: Path,
+    tokenizer_path: str,
+    settings: DataConfig,
+    *,
+    count_eligible: Callable[[np.ndarray], int],
+    trust_remote_code: bool = False,
+    progress: Progress | None = None,
+    replace: bool = False,
+) -> PrepareReport:
+    """Tokenise data files into a store.
+
+    Args:
+        files: data files or folders of such.
+        store: folder to make; its parent is made too.
+        tokenizer_path: folder or hub name of the target.
+        settings: lengths and policies; `heldout` names files whose prompts must not be trained on.
+        count_eligible: eligible anchors of a loss mask; picklable where `settings.workers` > 1.
+        trust_remote_code: whether code that comes with the target may run.
+        progress: hears how far it is.
+        replace: put the new store in the place of one that was made from something else.
+
+    Returns:
+        The report; `reused` where the store was there with the same fingerprint.
+
+    Raises:
+        DataError: files missing or empty, no tokenizer, no chat template for chats, nothing usable left, or a store
+            that was made from something else.
+    """
+    paths = find_files(files)
+    tokenizer = load_tokenizer(tokenizer_path, trust_remote_code)
+    hear = progress or _silence
+    sources, pieces = scan(paths, lambda done, total: hear("reading", done, total))
+    held_sources, held_pieces = scan(find_files(settings.heldout, "data.heldout")) if settings.heldout else ([], [])
+    ingredients = _ingredients(sources, held_sources, tokenizer, settings)
+    fingerprint = hashlib.blake2b(json.dumps(ingredients, sort_keys=True).encode(), digest_size=16).hexdigest()
+    if (found := _found_store(store, fingerprint, ingredients, replace=replace)) is not None:
+        return found
+    aside = store.with_name(f".{store.name}.{fingerprint[:12]}.unfinished")
+    aside.mkdir(parents=True, exist_ok=True)
+    worker = PieceWorker(
+        tokenizer_path, trust_remote_code, settings, count_eligible, str(aside), _heldout_prompts(held_pieces)
+    )
+    _tokenise_all(pieces, worker, settings.workers, aside, hear)
+    return finish(aside, store, pieces, sources, fingerprint, ingredients, settings, progress=hear)
+
+
+def check_store(path: Path, tokenizer_path: str, settings: DataConfig, *, trust_remote_code: bool = False) -> None:
+    """Refuse a store that was made with another tokenizer, template or other settings than those given.
+
+    Raises:
+        DataError: what differs.
+    """
+    manifest = stored.read_manifest(path)
+    tokenizer = load_tokenizer(tokenizer_path, trust_remote_code)
+    wanted = _ingredients([], [], tokenizer, settings)
+    faults = _differences({**manifest["ingredients"], "rows": [], "heldout": []}, wanted)
+    if faults:
+        raise DataError(f"{path}: the store was made with other ingredients ({'; '.join(faults)}); {_REMEDY}")
+
+
+_REMEDY = "give another data.store, or run `paceline prepare --replace`"
+
+
+def _silence(stage: str, done: int, total: int) -> None:
+    """Progress that nobody asked for."""
+
+
+def _ingredients(
+    sources: Sequence[Source], heldout: Sequence[Source], tokenizer: Any, settings: DataConfig
+) -> JsonDict:
+    return {
+        "format": stored.FORMAT,
+        "rows": [source.digest for source in sources],
+        "heldout": [source.digest for source in heldout],
+        "tokenizer": fingerprint_tokenizer(tokenizer),
+        "template": fingerprint_template(tokenizer),
+        "settings": {name: getattr(settings, name) for name in _SETTINGS},
+    }
+
+
+def _found_store(store: Path, fingerprint: str, ingredients: JsonDict, *, replace: bool) -> PrepareReport | None:
+    """The report of a store that is already there, or None where there is nothing (or something to be replaced)."""
+    if not store.exists() or (store.is_dir() and not any(store.iterdir())):
+        return None
+    if not (store / stored.MANIFEST).exists():
+        raise DataError(f"{store}: is there and is no store; give another data.store, or move it away")
+    manifest = stored.read_manifest(store)
+    if manifest["fingerprint"] == fingerprint:
+        return PrepareReport.from_json({**manifest["report"], "store": str(store), "reused": True})
+    if replace:
+        return None
+    differences = "; ".join(_differences(manifest["ingredients"], ingredients))
+    raise DataError(f"{store}: a store made from something else is there ({differences}); {_REMEDY}")
+
+
+def _differences(theirs: JsonDict, ours: JsonDict) -> list[str]:
+    faults = [
+        f"another {word}"
+        for key, word in (
+            ("rows", "data"),
+            ("heldout", "held-out data"),
+            ("tokenizer", "tokenizer"),
+            ("template", "chat template"),
+            ("format", "format"),
+        )
+        if theirs.get(key) != ours[key]
+    ]
+    before = theirs.get("settings", {})
+    faults += [
+        f"data.{name} {before.get(name)} there, {value} asked"
+        for name, value in ours["settings"].items()
+        if before.get(name) != value
+    ]
+    return faults
+
+
+def _heldout_prompts(pieces: Sequence[Piece]) -> frozenset[int]:
+    keys: set[int] = set()
+    for piece in pieces:
+        for line, values in read_piece(piece):
+            if isinstance(values, SetAside):
+                raise DataError(f"{piece.path}:{line}: held-out row is not valid JSON; repair or remove the line")
+            for row in _conversations(values):
+                keys.add(prompt_key(row))
+    return frozenset(keys)
+
+
+def _conversations(values: Any) -> Iterator[Conversation]:
+    """The row as a conversation; prompts without an answer, which held-out data may be, too."""
+    try:
+        row = read_row(values, answered=False)
+    except SetAside:
+        return
+    if isinstance(row, Conversation):
+        yield row
+
+
+def _tokenise_all(pieces: Sequence[Piece], worker: PieceWorker, workers: int, aside: Path, hear: Progress) -> None:
+    missing = [piece for piece in pieces if not finished(aside, piece)]
+    done = len(pieces) - len(missing)
+    hear("tokenising", done, len(pieces))
+    if workers == 1 or len(missing) <= 1:
+        start_worker(worker)
+        for piece in missing:
+            tokenise_piece(piece)
+            done += 1
+            hear("tokenising", done, len(pieces))
+        return
+    # Fresh processes: a fork would copy the threads' locks of whatever this process has loaded.
+    with ProcessPoolExecutor(
+        min(workers, len(missing), os.cpu_count() or 1),
+        mp_context=multiprocessing.get_context("spawn"),
+        initializer=start_worker,
+        initargs=(worker,),
+    ) as pool:
+        waiting = [pool.submit(tokenise_piece, piece) for piece in missing]
+        try:
+            for future in as_completed(waiting):
+                future.result()
+                done += 1
+                hear("tokenising", done, len(pieces))
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise

@@ -1,0 +1,168 @@
+"""Conversations as the target's own chat template writes them, and text as its tokenizer reads it."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from paceline.contracts import JsonDict
+from paceline.data.conversation import Conversation, SetAside
+from paceline.data.tokenizer import chat_template, end_token_ids
+from paceline.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_SHORT = 64
+"""Pieces of at most this many characters are remembered for the life of the encoder (turn headers, line ends)."""
+
+
+class Renderer:
+    """Renders conversations with one tokenizer's chat template, as `apply_chat_template` does.
+
+    Args:
+        tokenizer: of the target.
+        thinking: `on` and `off` set the template's `enable_thinking`; `auto` lets each answer show which generation
+            prompt it continues. A row's own template variables win.
+
+    Raises:
+        DataError: the tokenizer has no chat template.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, thinking: str = "auto") -> None:
+        template = chat_template(tokenizer)
+        if template is None:
+            raise DataError(
+                f"{tokenizer.name_or_path}: the tokenizer has no chat template, so chats cannot be rendered as they "
+                "will be served; give a target with one, or data in `text` or `input_ids` form"
+            )
+        self._template = template
+        self._tool_template = chat_template(tokenizer, tools=True) or template
+        self._special = dict(tokenizer.special_tokens_map)
+        self._thinking = thinking
+        self.has_generation_tags = _GENERATION_TAG.search(template) is not None
+        self.has_thinking_switch = "enable_thinking" in template
+        self.writes_the_date = "strftime_now" in template
+
+    def variables(self, conversation: Conversation) -> list[Mapping[str, Any]]:
+        """Variables of the generation prompts that a server may have used, the likeliest first."""
+        given = dict(conversation.template)
+        if not self.has_thinking_switch or "enable_thinking" in given:
+            return [given]
+        if self._thinking != "auto":
+            return [{**given, "enable_thinking": self._thinking == "on"}]
+        return [given, {**given, "enable_thinking": False}, {**given, "enable_thinking": True}]
+
+    def texts(
+        self, conversation: Conversation, ends: Sequence[int], variables: Mapping[str, Any], *, generation: bool
+    ) -> list[str]:
+        """The conversation up to each of `ends` (turns, exclusive), with or without the generation prompt.
+
+        Raises:
+            SetAside: the template refuses the conversation (`template_refuses`).
+        """
+        return self._render(conversation, ends, variables, generation=generation, spans=False)[0]
+
+    def tagged(
+        self, conversation: Conversation, end: int, variables: Mapping[str, Any]
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """Text of the first `end` turns, and the character spans that the template's generation tags enclose."""
+        texts, spans = self._render(conversation, [end], variables, generation=False, spans=True)
+        return texts[0], spans[0]
+
+    def _render(
+        self,
+        conversation: Conversation,
+        ends: Sequence[int],
+        variables: Mapping[str, Any],
+        *,
+        generation: bool,
+        spans: bool,
+    ) -> tuple[list[str], list[list[tuple[int, int]]]]:
+        from jinja2.exceptions import TemplateError
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        chats: list[list[JsonDict]] = [conversation.messages[:end] for end in ends]
+        try:
+            # Typed as one string upstream; it is a list for a list of chats, and so are the spans.
+            render: Any = render_jinja_template
+            texts, indices = render(
+                conversations=chats,
+                tools=conversation.tools,
+                chat_template=self._tool_template if conversation.tools else self._template,
+                add_generation_prompt=generation,
+                return_assistant_tokens_mask=spans,
+                **{**self._special, **variables},
+            )
+        except (TemplateError, TypeError, ValueError, KeyError) as fault:
+            lines = str(fault).splitlines()
+            raise SetAside("template_refuses", lines[0] if lines else type(fault).__name__) from fault
+        return texts, indices
+
+
+class Encoder:
+    """Text to ids exactly as the tokenizer reads the whole text, remembering pieces.
+
+    A token that is special and takes no neighbouring whitespace cuts the text: what stands between two of them is
+    read alone. Pieces are remembered by their text, so that rendering one conversation up to each of its turns costs
+    one reading. Whether the tokenizer really reads piece by piece is tried on probes when the encoder is made; where
+    it does not, whole texts are read.
+
+    Args:
+        tokenizer: of the target.
+        probes: rendered texts on which reading by pieces must equal reading whole.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, probes: Iterable[str] = ()) -> None:
+        self.tokenizer = tokenizer
+        self.end_ids = frozenset(end_token_ids(tokenizer))
+        added = tokenizer.added_tokens_decoder
+        cutters = {
+            token.content: index
+            for index, token in added.items()
+            if token.special and not (token.lstrip or token.rstrip or token.single_word or token.normalized)
+        }
+        self.special_ids = frozenset(index for index, token in added.items() if token.special)
+        self._cutters = cutters
+        longest_first = sorted(cutters, key=len, reverse=True)
+        self._cut = re.compile("|".join(map(re.escape, longest_first))) if cutters else None
+        ends = [str(tokenizer.convert_ids_to_tokens(index)) for index in sorted(self.end_ids)]
+        specials = [token.content for token in added.values() if token.special]
+        self.end_pattern = re.compile("|".join(map(re.escape, ends))) if ends else None
+        self.special_pattern = (
+            re.compile("|".join(map(re.escape, sorted(specials, key=len, reverse=True)))) if specials else None
+        )
+        self._remembered: dict[str, list[int]] = {}
+        self.by_pieces = self._cut is not None and all(self.pieces(text) == self.whole(text) for text in probes)
+
+    def whole(self, text: str) -> list[int]:
+        """Ids of the text read in one go: the reference."""
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def pieces(self, text: str, memory: dict[str, list[int]] | None = None) -> list[int]:
+        """Ids of the text read piece by piece; `memory` keeps the pieces of one conversation."""
+        assert self._cut is not None
+        memory = {} if memory is None else memory
+        starts = [0, *(match.start() for match in self._cut.finditer(text)), len(text)]
+        ids: list[int] = []
+        for start, end in itertools.pairwise(starts):
+            piece = text[start:end]
+            if not piece:
+                continue
+            found = self._remembered.get(piece) or memory.get(piece)
+            if found is None:
+                found = self.whole(piece)
+                (self._remembered if len(piece) <= _SHORT and len(self._remembered) < 50_000 else memory)[piece] = found
+            ids += found
+        return ids
+
+    def encode(self, text: str, memory: dict[str, list[int]] | None = None) -> list[int]:
+        """Ids of the text, equal to `whole`."""
+        return self.pieces(text, memory) if self.by_pieces else self.whole(text)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of the ids, nothing left out or tidied."""
+        return str(self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))

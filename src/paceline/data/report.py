@@ -1,0 +1,192 @@
+"""What preparing found: rows in and out by reason, tokens, lengths; sums that merge over parts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+
+import numpy as np
+
+from paceline.contracts import JsonDict
+
+REASONS = {
+    "invalid_json": "not valid JSON",
+    "no_messages": "no chat, text or tokens in a known form",
+    "wrong_roles": "turns with unknown roles, or without content",
+    "no_assistant": "no assistant turn after a question",
+    "empty_text": "text is empty",
+    "bad_tokens": "ready tokens that do not fit",
+    "template_refuses": "the chat template refuses the conversation",
+    "not_continued": "the answer does not continue the generation prompt",
+    "no_reasoning": "the generation prompt opens a thought, the row has none",
+    "end_token_inside": "an end token stands inside an answer",
+    "border": "prompt and answer cannot be split in tokens",
+    "cut_answer": "the answer was cut by a token limit when it was generated",
+    "all_supervised": "every token is supervised, the prompt too",
+    "nothing_supervised": "no token is supervised",
+    "no_anchor": "no two supervised tokens in a row",
+    "too_long": "longer than data.max_length",
+    "too_long_after_cut": "nothing to learn is left after the cut at data.max_length",
+    "duplicate": "the same tokens came earlier",
+    "near_duplicate": "nearly the same tokens came earlier",
+    "heldout": "the prompt is in the held-out data",
+}
+"""Why a row or sample is left out."""
+
+NOTES = {
+    "cut": "cut at data.max_length",
+    "history_rewritten": "the template rewrites earlier turns: one sample for each turn that it changes",
+    "only_last_supervised": "the template rewrites earlier turns: only what fits the last sample is supervised",
+    "empty_thought": "the template wrote empty think tags that no generation prompt has; they are not supervised",
+    "merged_border": "a token would reach from the prompt into the answer; split as a server splits it",
+    "closing_is_no_end_token": "turns close with a token that is no end token of the target",
+    "no_closing_token": "turns close with no token: the end of an answer is not learned",
+    "near_duplicate": "nearly the same tokens came earlier (kept)",
+    "cut_answer": "the answer was cut by a token limit when it was generated (kept without its end)",
+    "plain_text": "plain text: every token is supervised",
+}
+"""What is said about samples that are kept."""
+
+
+@dataclass(slots=True)
+class Count:
+    """How many, and where one of them stands."""
+
+    count: int = 0
+    example: str = ""
+    detail: str = ""
+
+    def add(self, example: str, detail: str = "", count: int = 1) -> None:
+        """Count more of them; the first example stays."""
+        if not self.count:
+            self.example, self.detail = example, detail
+        self.count += count
+
+
+@dataclass(slots=True)
+class TagTotals:
+    """Samples and tokens of one tag."""
+
+    samples: int = 0
+    tokens: int = 0
+    supervised_tokens: int = 0
+
+
+@dataclass(slots=True)
+class Tally:
+    """What one part of the rows came to. Adding tallies in the order of the rows gives that of all rows.
+
+    Attributes:
+        rows_in: rows read.
+        set_aside: reason → how many rows or samples were left out.
+        notes: note → how many samples it was said of.
+        lost_supervised_tokens: supervised tokens that cutting at the maximum length removed.
+    """
+
+    rows_in: int = 0
+    rows_used: int = 0
+    set_aside: dict[str, Count] = field(default_factory=dict)
+    notes: dict[str, Count] = field(default_factory=dict)
+    lost_supervised_tokens: int = 0
+
+    def leave_out(self, reason: str, example: str, detail: str = "") -> None:
+        """Count a row or sample that is left out."""
+        self.set_aside.setdefault(reason, Count()).add(example, detail)
+
+    def note(self, note: str, example: str, detail: str = "") -> None:
+        """Count a sample of which something is said."""
+        self.notes.setdefault(note, Count()).add(example, detail)
+
+    def add(self, other: Tally) -> None:
+        """Add a later part's tally."""
+        self.rows_in += other.rows_in
+        self.rows_used += other.rows_used
+        self.lost_supervised_tokens += other.lost_supervised_tokens
+        for mine, theirs in ((self.set_aside, other.set_aside), (self.notes, other.notes)):
+            for key, count in theirs.items():
+                mine.setdefault(key, Count()).add(count.example, count.detail, count.count)
+
+    def to_json(self) -> JsonDict:
+        """Plain values."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: JsonDict) -> Tally:
+        """From the plain values of `to_json`."""
+        counts = {name: {key: Count(**count) for key, count in values[name].items()} for name in ("set_aside", "notes")}
+        return cls(
+            values["rows_in"],
+            values["rows_used"],
+            counts["set_aside"],
+            counts["notes"],
+            values["lost_supervised_tokens"],
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PrepareReport:
+    """The result of preparing, as it stands in the store's manifest.
+
+    Attributes:
+        store, fingerprint: where, and the hash of rows, tokenizer, template and settings.
+        reused: the store was there already; nothing was done.
+        rows_in, rows_used: rows read, and rows of which at least one sample is kept.
+        samples: samples kept.
+        set_aside: reason → count, an example `file:line`, and what was found there.
+        notes: the same for what is said about kept samples.
+        tokens, supervised_tokens, eligible_anchors: of the kept samples.
+        lost_supervised_tokens: removed by cutting at the maximum length.
+        length_histogram: [longest length of the bin, samples, tokens], bins by powers of two.
+        length_percentiles: percentile → tokens.
+        tags: tag → samples and tokens.
+        warnings: sentences for people.
+    """
+
+    store: str
+    fingerprint: str
+    rows_in: int
+    rows_used: int
+    samples: int
+    set_aside: Mapping[str, Count]
+    notes: Mapping[str, Count]
+    tokens: int
+    supervised_tokens: int
+    eligible_anchors: int
+    lost_supervised_tokens: int
+    length_histogram: list[list[int]]
+    length_percentiles: Mapping[str, int]
+    tags: Mapping[str, TagTotals]
+    warnings: list[str]
+    reused: bool = False
+
+    def to_json(self) -> JsonDict:
+        """Plain values for a JSON document."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: JsonDict) -> PrepareReport:
+        """From the plain values of `to_json`."""
+        given = dict(values)
+        for name in ("set_aside", "notes"):
+            given[name] = {key: Count(**count) for key, count in given[name].items()}
+        given["tags"] = {key: TagTotals(**totals) for key, totals in given["tags"].items()}
+        return cls(**given)
+
+
+def length_histogram(lengths: np.ndarray) -> list[list[int]]:
+    """[upper length, samples, tokens] for bins whose upper edges are powers of two, the empty ends left out."""
+    if not len(lengths):
+        return []
+    bins = np.ceil(np.log2(np.maximum(lengths, 1))).astype(np.int64)
+    rows: list[list[int]] = []
+    for exponent in range(int(bins.min()), int(bins.max()) + 1):
+        inside = lengths[bins == exponent]
+        rows.append([2**exponent, len(inside), int(inside.sum())])
+    return rows
+
+
+def length_percentiles(lengths: np.ndarray, percents: Iterable[int] = (1, 10, 50, 90, 99, 100)) -> dict[str, int]:
+    """Lengths at the given percentiles (lower value), in tokens."""
+    if not len(lengths):
+        return {}
+    return {str(p): int(np.percentile(lengths, p, method="lower")) for p in percents}

@@ -1,0 +1,250 @@
+"""Data files, cut into pieces that can be read alone, and the rows of a piece.
+
+JSON lines are cut at line ends by bytes, Parquet at row groups, Arrow at record batches, so that neither memory nor
+the parts of a store depend on how many processes read. A folder is read as its `*.parquet`, `*.arrow` or `*.jsonl`
+files in the order of their names, as `datasets` writes them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pyarrow as pa
+
+from paceline.data.conversation import SetAside
+from paceline.errors import DataError
+
+_BLOCK = 1 << 20
+_SMALLEST_PIECE, _LARGEST_PIECE = 1 << 18, 1 << 23
+_PIECES = 64
+"""A file is cut into about this many pieces, within the sizes above (bytes)."""
+_ROWS = 4096
+"""Rows of a piece of a Parquet or Arrow file, about."""
+_KINDS = {
+    ".jsonl": "jsonl",
+    ".json": "jsonl",
+    ".ndjson": "jsonl",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+    ".feather": "arrow",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One data file: path, kind (`jsonl`, `parquet` or `arrow`), hash of its bytes."""
+
+    path: str
+    kind: str
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A stretch of a source.
+
+    Attributes:
+        number: place among all pieces.
+        source: place of its source.
+        path, kind: of the source.
+        start, stop: bytes (`jsonl`), row groups (`parquet`) or record batches (`arrow`), stop exclusive.
+        first_line: 1-based line (or row) at which it starts.
+    """
+
+    number: int
+    source: int
+    path: str
+    kind: str
+    start: int
+    stop: int
+    first_line: int
+
+
+def find_files(names: Sequence[str], key: str = "data.train") -> list[Path]:
+    """The data files that the names stand for, folders opened.
+
+    Raises:
+        DataError: none given, missing, empty, or of an unknown kind; one line each.
+    """
+    if not names:
+        raise DataError(f"{key}: no files given; list at least one JSONL or Parquet file")
+    files: list[Path] = []
+    faults: list[str] = []
+    for name in names:
+        path = Path(name)
+        if path.is_dir():
+            inside = sorted(file for file in path.rglob("*") if file.suffix in _KINDS and not _is_side_file(file))
+            if not inside:
+                faults.append(f"{key}: {name}: no .jsonl, .parquet or .arrow file in this folder")
+            files += inside
+        elif not path.exists():
+            faults.append(f"{key}: {name}: no such file")
+        elif path.suffix not in _KINDS:
+            faults.append(f"{key}: {name}: unknown kind of file; allowed are {', '.join(_KINDS)}")
+        elif not path.stat().st_size:
+            faults.append(f"{key}: {name}: the file is empty; give a file with one chat a line")
+        else:
+            files.append(path)
+    if faults:
+        raise DataError(*faults)
+    return files
+
+
+def _is_side_file(file: Path) -> bool:
+    """`datasets` folders hold caches and descriptions beside the data."""
+    return file.name.startswith(("cache-", ".")) or file.name in (
+        "dataset_info.json",
+        "state.json",
+        "dataset_dict.json",
+    )
+
+
+def scan(files: Sequence[Path], progress: Callable[[int, int], None] | None = None) -> tuple[list[Source], list[Piece]]:
+    """Hash every file and cut it into pieces, in one reading of each.
+
+    Args:
+        files: from `find_files`.
+        progress: called with bytes done and bytes in all.
+
+    Raises:
+        DataError: a file that cannot be read as its kind.
+    """
+    total = sum(file.stat().st_size for file in files)
+    done = 0
+    sources: list[Source] = []
+    pieces: list[Piece] = []
+    for place, file in enumerate(files):
+        kind = _KINDS[file.suffix]
+        digest, cuts = _scan_lines(file) if kind == "jsonl" else (_hash(file), _scan_table(file, kind))
+        sources.append(Source(str(file), kind, digest))
+        for start, stop, first in cuts:
+            pieces.append(Piece(len(pieces), place, str(file), kind, start, stop, first))
+        done += file.stat().st_size
+        if progress:
+            progress(done, total)
+    return sources, pieces
+
+
+def read_piece(piece: Piece) -> Iterator[tuple[int, Any]]:
+    """Line number and row of each row of a piece; a line that is no JSON gives a `SetAside` in place of its row."""
+    if piece.kind == "jsonl":
+        yield from _read_lines(piece)
+        return
+    line = piece.first_line
+    for batch in _batches(piece):
+        for row in batch.to_pylist():
+            yield line, row
+            line += 1
+
+
+def read_rows(names: Sequence[str], key: str) -> Iterator[tuple[str, Any]]:
+    """`file:line` and row of every row of some files, one after another."""
+    _, pieces = scan(find_files(names, key))
+    for piece in pieces:
+        for line, row in read_piece(piece):
+            yield f"{piece.path}:{line}", row
+
+
+def _scan_lines(file: Path) -> tuple[str, list[tuple[int, int, int]]]:
+    size = file.stat().st_size
+    aim = min(_LARGEST_PIECE, max(_SMALLEST_PIECE, size // _PIECES))
+    digest = hashlib.blake2b(digest_size=16)
+    cuts: list[tuple[int, int, int]] = []
+    start, first, line, offset = 0, 1, 1, 0
+    with file.open("rb") as stream:
+        while block := stream.read(_BLOCK if aim > _BLOCK else aim):
+            digest.update(block)
+            last = block.rfind(b"\n")
+            if last >= 0 and offset + last + 1 - start >= aim:
+                lines_to_cut = block.count(b"\n", 0, last + 1)
+                cuts.append((start, offset + last + 1, first))
+                start, first = offset + last + 1, line + lines_to_cut
+            line += block.count(b"\n")
+            offset += len(block)
+    if start < offset:
+        cuts.append((start, offset, first))
+    return digest.hexdigest(), cuts
+
+
+def _read_lines(piece: Piece) -> Iterator[tuple[int, Any]]:
+    decoder = msgspec.json.Decoder()
+    line = piece.first_line - 1
+    with Path(piece.path).open("rb") as stream:
+        stream.seek(piece.start)
+        left = piece.stop - piece.start
+        for text in stream:
+            if left <= 0:
+                return
+            left -= len(text)
+            line += 1
+            if line == 1:
+                text = text.removeprefix(b"\xef\xbb\xbf")
+            if not text.strip():
+                continue
+            try:
+                yield line, decoder.decode(text)
+            except (msgspec.DecodeError, UnicodeDecodeError) as fault:
+                yield line, SetAside("invalid_json", f"{fault}: {text[:60].decode('utf-8', 'replace').strip()}")
+
+
+def _hash(file: Path) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    with file.open("rb") as stream:
+        while block := stream.read(_BLOCK):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _scan_table(file: Path, kind: str) -> list[tuple[int, int, int]]:
+    """Runs of row groups or record batches of about `_ROWS` rows."""
+    try:
+        counts = _parquet_counts(file) if kind == "parquet" else [batch.num_rows for batch in _arrow_batches(file)]
+    except (OSError, pa.ArrowException) as fault:
+        raise DataError(f"{file}: cannot be read as {kind}: {str(fault).splitlines()[0]}") from fault
+    cuts: list[tuple[int, int, int]] = []
+    start, held, first = 0, 0, 1
+    for place, count in enumerate(counts):
+        held += count
+        if held >= _ROWS or place == len(counts) - 1:
+            cuts.append((start, place + 1, first))
+            start, first, held = place + 1, first + held, 0
+    return cuts
+
+
+def _parquet_counts(file: Path) -> list[int]:
+    import pyarrow.parquet as pq
+
+    facts = pq.ParquetFile(file).metadata
+    return [facts.row_group(number).num_rows for number in range(facts.num_row_groups)]
+
+
+def _arrow_batches(file: Path) -> Iterator[pa.RecordBatch]:
+    """Record batches of an Arrow file or stream (`datasets` writes streams), memory-mapped."""
+    mapped = pa.memory_map(str(file))
+    try:
+        opened = pa.ipc.open_file(mapped)
+    except pa.ArrowInvalid:
+        yield from pa.ipc.open_stream(mapped)
+        return
+    for number in range(opened.num_record_batches):
+        yield opened.get_batch(number)
+
+
+def _batches(piece: Piece) -> Iterator[pa.RecordBatch]:
+    if piece.kind == "parquet":
+        import pyarrow.parquet as pq
+
+        yield from pq.ParquetFile(piece.path).iter_batches(
+            batch_size=256, row_groups=list(range(piece.start, piece.stop))
+        )
+        return
+    for number, batch in enumerate(_arrow_batches(Path(piece.path))):
+        if number >= piece.stop:
+            return
+        if number >= piece.start:
+            yield from (batch.slice(at, 256) for at in range(0, batch.num_rows, 256))

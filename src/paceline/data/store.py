@@ -1,0 +1,211 @@
+"""The tokenised store: Arrow parts with the tokens, an index with lengths and anchor counts, a manifest.
+
+    STORE/manifest.json      what it was made from, and the report
+    STORE/index.arrow        one row a sample: part, row in the part, length, eligible, supervised, source, line, tags
+    STORE/part-000000.arrow  input_ids and loss_mask (flat start and end of the supervised spans) of some samples
+
+Everything is memory-mapped; opening reads the index's columns only. Sample ids are row numbers of the index.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from paceline.contracts import JsonDict
+from paceline.errors import DataError
+
+FORMAT = 1
+MANIFEST, INDEX = "manifest.json", "index.arrow"
+
+PART_SCHEMA = pa.schema(
+    [
+        pa.field("input_ids", pa.list_(pa.int32())),
+        pa.field("loss_mask", pa.list_(pa.int32())),
+        pa.field("length", pa.int32()),
+        pa.field("eligible", pa.int32()),
+        pa.field("supervised", pa.int32()),
+        pa.field("source", pa.int32()),
+        pa.field("line", pa.int64()),
+        pa.field("tags", pa.string()),
+        pa.field("content_hash", pa.uint64()),
+        pa.field("signature", pa.list_(pa.uint32())),
+    ]
+)
+INDEX_SCHEMA = pa.schema(
+    [
+        pa.field("part", pa.int32()),
+        pa.field("row", pa.int32()),
+        pa.field("length", pa.int64()),
+        pa.field("eligible", pa.int64()),
+        pa.field("supervised", pa.int32()),
+        pa.field("source", pa.int32()),
+        pa.field("line", pa.int64()),
+        pa.field("tags", pa.string()),
+    ]
+)
+
+
+def part_name(number: int) -> str:
+    """File name of a part."""
+    return f"part-{number:06d}.arrow"
+
+
+def read_table(path: Path) -> pa.Table:
+    """An Arrow file, memory-mapped.
+
+    Raises:
+        DataError: missing or broken.
+    """
+    try:
+        with pa.memory_map(str(path)) as source:
+            return pa.ipc.open_file(source).read_all()
+    except (OSError, pa.ArrowInvalid) as fault:
+        raise DataError(
+            f"{path}: cannot be read ({fault}); remove the store and run `paceline prepare` again"
+        ) from fault
+
+
+def write_table(table: pa.Table, path: Path) -> None:
+    """Write an Arrow file as one record batch, aside and renamed, so that it appears whole."""
+    aside = path.with_suffix(".writing")
+    with pa.OSFile(str(aside), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
+        writer.write_table(table.combine_chunks(), max_chunksize=max(1, table.num_rows))
+    aside.replace(path)
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """One part's buffers without copies: values and offsets of ids and spans."""
+
+    ids: np.ndarray
+    id_offsets: np.ndarray
+    spans: np.ndarray
+    span_offsets: np.ndarray
+
+
+class TokenStore:
+    """A sample source over a store folder (see `contracts.SampleSource`).
+
+    Args:
+        path: the folder.
+        manifest: its manifest.
+        index: its index table.
+    """
+
+    def __init__(self, path: Path, manifest: JsonDict, index: pa.Table) -> None:
+        self.path = path
+        self.manifest = manifest
+        self.fingerprint: str = manifest["fingerprint"]
+        self._index = index
+        self._part = _column(index, "part")
+        self._row = _column(index, "row")
+        self._lengths = _column(index, "length")
+        self._eligible = _column(index, "eligible")
+        self._parts: dict[int, _Part] = {}
+
+    def __len__(self) -> int:
+        return len(self._lengths)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens per sample, int64 [num_samples]."""
+        return self._lengths
+
+    @property
+    def eligible(self) -> np.ndarray:
+        """Eligible anchor positions per sample, int64 [num_samples]."""
+        return self._eligible
+
+    @property
+    def supervised(self) -> np.ndarray:
+        """Supervised tokens per sample, int32 [num_samples]."""
+        return _column(self._index, "supervised")
+
+    def tags(self, row: int) -> tuple[str, ...]:
+        """Tags of one sample."""
+        text = self._index["tags"][int(row)].as_py()
+        return tuple(text.split(",")) if text else ()
+
+    def origin(self, row: int) -> str:
+        """`file:line` that one sample was made from."""
+        source = self.manifest["sources"][self._index["source"][int(row)].as_py()]["path"]
+        return f"{source}:{self._index['line'][int(row)].as_py()}"
+
+    def read(self, rows: Sequence[int] | np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Token ids (int64 [length]) and loss mask (bool [length]) of each row, in the order asked for.
+
+        Raises:
+            DataError: a row that the store does not have, or a broken part.
+        """
+        asked = np.asarray(rows, dtype=np.int64)
+        if len(asked) and (asked.min() < 0 or asked.max() >= len(self)):
+            raise DataError(f"{self.path}: rows {asked.min()} to {asked.max()} asked of {len(self)}")
+        found: list[tuple[np.ndarray, np.ndarray]] = []
+        for number, row in zip(self._part[asked].tolist(), self._row[asked].tolist(), strict=True):
+            part = self._parts.get(number) or self._open(number)
+            offsets = part.id_offsets
+            ids = part.ids[offsets[row] : offsets[row + 1]].astype(np.int64)
+            mask = np.zeros(len(ids), dtype=bool)
+            spans = part.spans[part.span_offsets[row] : part.span_offsets[row + 1]].tolist()
+            for start, end in zip(spans[::2], spans[1::2], strict=True):
+                mask[start:end] = True
+            found.append((ids, mask))
+        return found
+
+    def _open(self, number: int) -> _Part:
+        table = read_table(self.path / part_name(number))
+        ids, spans = _list_column(table, "input_ids"), _list_column(table, "loss_mask")
+        part = _Part(*ids, *spans)
+        self._parts[number] = part
+        return part
+
+
+def open_store(path: str | Path) -> TokenStore:
+    """A store for reading.
+
+    Raises:
+        DataError: no store there, an unfinished one, another format, or a broken file.
+    """
+    folder = Path(path)
+    manifest = read_manifest(folder)
+    return TokenStore(folder, manifest, read_table(folder / INDEX))
+
+
+def read_manifest(folder: Path) -> JsonDict:
+    """The manifest of a store.
+
+    Raises:
+        DataError: no store there, another format, or broken.
+    """
+    file = folder / MANIFEST
+    try:
+        manifest: Any = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise DataError(f"{folder}: no tokenised store here; run `paceline prepare` first") from None
+    except (OSError, json.JSONDecodeError) as fault:
+        raise DataError(
+            f"{file}: cannot be read ({fault}); remove the store and run `paceline prepare` again"
+        ) from fault
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        found = manifest.get("format") if isinstance(manifest, dict) else None
+        raise DataError(f"{file}: store format {found}, this paceline reads {FORMAT}; prepare the data again")
+    return manifest
+
+
+def _column(table: pa.Table, name: str) -> np.ndarray:
+    column = table[name].combine_chunks()
+    chunk = column if isinstance(column, pa.Array) else column.chunk(0)
+    return chunk.to_numpy(zero_copy_only=True)
+
+
+def _list_column(table: pa.Table, name: str) -> tuple[np.ndarray, np.ndarray]:
+    """Values and offsets of a list column without copies."""
+    chunk = table[name].chunk(0)
+    return chunk.values.to_numpy(zero_copy_only=True), chunk.offsets.to_numpy(zero_copy_only=True)

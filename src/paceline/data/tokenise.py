@@ -1,0 +1,216 @@
+"""One piece of the rows to one part of the store, in any process."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from paceline.config import DataConfig
+from paceline.data.conversation import Conversation, PlainText, ReadyTokens, Row, SetAside, read_row
+from paceline.data.masks import Sample, check_generation_tags, plain_sample, ready_sample, samples_of, spans_of
+from paceline.data.rendering import Encoder, Renderer
+from paceline.data.report import Tally
+from paceline.data.similar import content_hash, prompt_key, signature
+from paceline.data.sources import Piece, read_piece
+from paceline.data.store import PART_SCHEMA, part_name, write_table
+from paceline.data.tags import conversation_tags
+from paceline.data.tokenizer import load_tokenizer
+from paceline.errors import PacelineError
+
+_CHECKED_ROWS = 32
+"""Rows of a piece on which generation tags, and reading by pieces against reading whole, are compared."""
+
+
+@dataclass(frozen=True, slots=True)
+class PieceWorker:
+    """What a process needs to tokenise pieces; picklable.
+
+    Attributes:
+        tokenizer_path, trust_remote_code: of the target.
+        settings: lengths and policies.
+        count_eligible: eligible anchors of a loss mask.
+        folder: where parts are written.
+        heldout: keys of held-out prompts.
+    """
+
+    tokenizer_path: str
+    trust_remote_code: bool
+    settings: DataConfig
+    count_eligible: Callable[[np.ndarray], int]
+    folder: str
+    heldout: frozenset[int]
+
+
+class Tokeniser:
+    """Rows to samples with one target's tokenizer.
+
+    Args:
+        tokenizer_path, trust_remote_code: of the target.
+        settings: lengths and policies.
+    """
+
+    def __init__(self, tokenizer_path: str, trust_remote_code: bool, settings: DataConfig) -> None:
+        self.tokenizer = load_tokenizer(tokenizer_path, trust_remote_code)
+        self.settings = settings
+        self.encoder = Encoder(self.tokenizer, probes=_PROBES)
+
+    @cached_property
+    def renderer(self) -> Renderer:
+        """Made when the first conversation comes: ready tokens and plain text need no chat template."""
+        return Renderer(self.tokenizer, self.settings.thinking)
+
+    def samples(self, row: Row) -> list[Sample]:
+        """Samples of a row, not yet cut to length.
+
+        Raises:
+            SetAside: the row cannot be used.
+        """
+        if isinstance(row, PlainText):
+            return [plain_sample(row, self.encoder)]
+        if isinstance(row, ReadyTokens):
+            return [ready_sample(row, len(self.tokenizer))]
+        if row.cut and self.settings.on_cut_answer == "drop":
+            raise SetAside("cut_answer")
+        made = samples_of(row, self.renderer, self.encoder, on_rewrite=self.settings.on_rewrite)
+        if row.cut:
+            made[-1] = _without_end(made[-1], self.encoder)
+        return made
+
+    def check(self, row: Conversation, where: str) -> None:
+        """Compare with the template's own generation tags where it has them.
+
+        Raises:
+            DataError: they disagree.
+        """
+        if self.renderer.has_generation_tags:
+            check_generation_tags(row, self.renderer, self.encoder, where)
+
+
+_PROBES = ("a b\n\n c", " lead", "x  y", "naïve 中文 🙂\n")
+
+
+def _without_end(sample: Sample, encoder: Encoder) -> Sample:
+    """The sample without the end token of its last answer, which the target never wrote."""
+    ids, spans = sample.ids, sample.spans.copy()
+    if len(ids) and int(ids[-1]) in encoder.end_ids | encoder.special_ids and len(spans) and spans[-1] == len(ids):
+        ids, spans[-1] = ids[:-1], spans[-1] - 1
+    return Sample(ids, spans, (*sample.notes, "cut_answer"), sample.tags, sample.prompt_text)
+
+
+_state: dict[str, Any] = {}
+"""The worker of this process and its tokeniser; filled once by `start_worker`."""
+
+
+def start_worker(worker: PieceWorker) -> None:
+    """Load the tokenizer in this process."""
+    _state["worker"] = worker
+    _state["tokeniser"] = Tokeniser(worker.tokenizer_path, worker.trust_remote_code, worker.settings)
+
+
+def finished(folder: Path, piece: Piece) -> bool:
+    """Whether the part of a piece and its tally are there."""
+    return _tally_path(folder, piece.number).exists()
+
+
+def read_tally(folder: Path, number: int) -> Tally:
+    """The tally of a finished piece."""
+    return Tally.from_json(json.loads(_tally_path(folder, number).read_text(encoding="utf-8")))
+
+
+def _tally_path(folder: Path, number: int) -> Path:
+    return folder / f"part-{number:06d}.json"
+
+
+def tokenise_piece(piece: Piece) -> None:
+    """Write the part of a piece and then its tally, whose presence says that the part is whole."""
+    worker: PieceWorker = _state["worker"]
+    tokeniser: Tokeniser = _state["tokeniser"]
+    tally = Tally()
+    columns: dict[str, list[Any]] = {name: [] for name in PART_SCHEMA.names}
+    for line, values in read_piece(piece):
+        for sample in usable(values, f"{piece.path}:{line}", tokeniser, worker, tally):
+            _append(columns, sample, piece.source, line)
+    folder = Path(worker.folder)
+    write_table(pa.Table.from_pydict(columns, schema=PART_SCHEMA), folder / part_name(piece.number))
+    file = _tally_path(folder, piece.number)
+    aside = file.with_suffix(".tally")
+    aside.write_text(json.dumps(tally.to_json()), encoding="utf-8")
+    aside.replace(file)
+
+
+def usable(
+    values: Any, where: str, tokeniser: Tokeniser, worker: PieceWorker, tally: Tally
+) -> Iterator[tuple[Sample, int, int]]:
+    """The samples of a row that can be trained on, each with its eligible anchors and supervised tokens.
+
+    What is left out or said is counted in `tally`.
+    """
+    tally.rows_in += 1
+    try:
+        if isinstance(values, SetAside):
+            raise values
+        row = read_row(values)
+        if isinstance(row, Conversation) and prompt_key(row) in worker.heldout:
+            raise SetAside("heldout")
+        made = tokeniser.samples(row)
+        tags = conversation_tags(row)
+        if isinstance(row, Conversation) and tally.rows_in <= _CHECKED_ROWS:
+            tokeniser.check(row, where)
+    except SetAside as found:
+        tally.leave_out(found.reason, where, found.detail)
+        return
+    except PacelineError:
+        raise
+    for sample in made:
+        try:
+            kept, eligible = _fit(sample, worker, tally, where)
+        except SetAside as found:
+            tally.leave_out(found.reason, where, found.detail)
+            continue
+        for note in kept.notes:
+            tally.note(note, where)
+        spans = kept.spans
+        tagged = Sample(kept.ids, spans, kept.notes, tuple(dict.fromkeys((*kept.tags, *tags))), kept.prompt_text)
+        yield tagged, eligible, int((spans[1::2] - spans[::2]).sum())
+
+
+def _fit(sample: Sample, worker: PieceWorker, tally: Tally, where: str) -> tuple[Sample, int]:
+    limit = worker.settings.max_length
+    mask = sample.mask()
+    if len(sample.ids) > limit:
+        if worker.settings.on_too_long == "drop":
+            raise SetAside("too_long", f"{len(sample.ids)} tokens, data.max_length is {limit}")
+        lost = int(mask[limit:].sum())
+        mask = mask[:limit]
+        if worker.count_eligible(mask) < 1:
+            raise SetAside("too_long_after_cut", f"the first {limit} of {len(sample.ids)} tokens hold no answer")
+        tally.lost_supervised_tokens += lost
+        notes = (*sample.notes, "cut")
+        sample = Sample(sample.ids[:limit], spans_of(mask), notes, sample.tags, sample.prompt_text)
+    if not mask.any():
+        raise SetAside("nothing_supervised", f"{len(mask)} tokens")
+    eligible = worker.count_eligible(mask)
+    if eligible < 1:
+        raise SetAside("no_anchor", f"{int(mask.sum())} supervised of {len(mask)} tokens")
+    return sample, eligible
+
+
+def _append(columns: dict[str, list[Any]], found: tuple[Sample, int, int], source: int, line: int) -> None:
+    sample, eligible, supervised = found
+    columns["input_ids"].append(sample.ids)
+    columns["loss_mask"].append(sample.spans)
+    columns["length"].append(len(sample.ids))
+    columns["eligible"].append(eligible)
+    columns["supervised"].append(supervised)
+    columns["source"].append(source)
+    columns["line"].append(line)
+    columns["tags"].append(",".join(sample.tags))
+    columns["content_hash"].append(content_hash(sample.ids))
+    columns["signature"].append(signature(sample.ids))
