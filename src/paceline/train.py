@@ -133,11 +133,6 @@ def resolve_spec(settings: Settings) -> tuple[TargetFacts, list[int], DrafterSpe
     return facts, list(taps), derive_spec(settings.drafter, facts, taps, mask_id)
 
 
-def store_path(settings: Settings) -> Path:
-    """Where the run's tokenised store is."""
-    return Path(settings.data.store) if settings.data.store else Path(settings.run_dir) / "store"
-
-
 def compose(settings: Settings) -> Composition:
     """Everything about a run that can be known, and refused, before a model loads.
 
@@ -146,10 +141,10 @@ def compose(settings: Settings) -> Composition:
     """
     _check_devices(settings)
     facts, taps, spec = resolve_spec(settings)
-    source = open_store(store_path(settings))
+    source = open_store(settings.store_path)
     orders = step_orders(settings, functools.partial(epoch_plan, settings, spec, source))
     if not orders:
-        raise DataError(f"{store_path(settings)}: no optimizer step can be planned from its {len(source.lengths)} rows")
+        raise DataError(f"{settings.store_path}: no optimizer step can be planned from its {len(source.lengths)} rows")
     run_dir = rundir.open_run(
         settings,
         {

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 DESCRIPTION = """Train a drafter, or go on where a run stopped.
 
-The chats named in data.train are prepared first where that has not been done. The run directory then holds all there is to
-know about the run; starting again with it, or with the same settings file, goes on from its newest checkpoint.
+The chats named in data.train are prepared first where that has not been done. The run directory then holds all there
+is to know about the run; starting again with it, or with the same settings, goes on from its newest checkpoint.
 
 Examples:
   paceline train run.yaml
@@ -61,9 +61,7 @@ def run(argv: Sequence[str]) -> int:
 
 def train_run(settings: Settings) -> Outcome:
     """Prepare where needed, show what is about to be trained, train, say how it ended."""
-    from paceline.cli.prepare import prepare_store
-
-    prepare_store(settings)
+    ready_store(settings)
     from paceline.train import compose, train
 
     composition = compose(settings)
@@ -78,6 +76,18 @@ def train_run(settings: Settings) -> Outcome:
     else:
         frame.stderr.print(f"trained {outcome.step} steps; next: paceline evaluate {where}")
     return outcome
+
+
+def ready_store(settings: Settings) -> None:
+    """Prepare the chats of a new run; check the store of one that goes on."""
+    from paceline.cli.prepare import prepare_run, render
+    from paceline.data.prepare import check_store
+
+    if settings.data.train and not is_run_directory(Path(settings.run_dir)):
+        frame.stderr.print(render(prepare_run(settings)))
+    else:
+        target = settings.target
+        check_store(settings.store_path, target.path, settings.data, trust_remote_code=target.trust_remote_code)
 
 
 def show_run(composition: Composition) -> None:

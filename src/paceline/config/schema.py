@@ -6,6 +6,7 @@ configuration in the run directory and the examples are all derived from these m
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal
 
 from pydantic import Field
@@ -143,3 +144,8 @@ class Settings(Section):
     """Evaluation."""
     observe: ObserveConfig = ObserveConfig()
     """Metrics and who hears them."""
+
+    @property
+    def store_path(self) -> Path:
+        """Folder of the tokenised store."""
+        return Path(self.data.store) if self.data.store else Path(self.run_dir) / "store"

@@ -1,0 +1,61 @@
+"""A small real run on the embedded target: real chats, real model, seconds of training."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+MakeRun = Callable[..., Path]
+
+
+def merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """Nested update."""
+    result = dict(base)
+    for key, value in changes.items():
+        result[key] = merged(result[key], value) if isinstance(value, dict) and key in result else value
+    return result
+
+
+@pytest.fixture(scope="session")
+def few_chats(demo_assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The 80 shortest of the shipped chats."""
+    lines = (demo_assets / "chats.jsonl").read_text(encoding="utf-8").splitlines()
+    chosen = sorted(lines, key=lambda line: sum(len(m["content"]) for m in json.loads(line)["messages"]))[-200:-120]
+    path = tmp_path_factory.mktemp("chats") / "few.jsonl"
+    path.write_text("\n".join(chosen) + "\n", encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="session")
+def shared_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One store for all runs of the session; the first run prepares it."""
+    return tmp_path_factory.mktemp("stores") / "store"
+
+
+@pytest.fixture
+def make_run(tmp_path: Path, demo_assets: Path, few_chats: Path, shared_store: Path) -> MakeRun:
+    """Writes a settings file of a small run and returns its path."""
+
+    def make(name: str = "run", **changes: Any) -> Path:
+        base = {
+            "run_dir": str(tmp_path / name),
+            "target": {"path": str(demo_assets / "target"), "dtype": "float32", "num_taps": 3},
+            "data": {"train": [str(few_chats)], "store": str(shared_store), "max_length": 512},
+            "plan": {"token_budget": 1024, "width_multiple": 32, "accumulate": 2, "max_samples": 8},
+            "drafter": {"num_layers": 2, "block_size": 4, "num_anchors": 8, "dtype": "float32"},
+            "optimizer": {"lr": 1e-3},
+            "train": {"epochs": 20, "max_steps": 30},
+            "flow": {"mode": "inline", "delivery": "ordered"},
+            "checkpoint": {"every_steps": 10, "keep_last": 3},
+            "observe": {"console": "quiet"},
+        }
+        path = tmp_path / f"{name}.yaml"
+        path.write_text(yaml.safe_dump(merged(base, changes)), encoding="utf-8")
+        return path
+
+    return make

@@ -1,0 +1,131 @@
+"""Users' mistakes: one clear line each, an exit code, and nothing half-written."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from paceline.cli import main
+
+MakeRun = Callable[..., Path]
+
+
+def refused(argv: list[str], capfd: pytest.CaptureFixture[str], code: int) -> str:
+    assert main(argv) == code
+    text = capfd.readouterr().err
+    assert "Traceback" not in text
+    errors = [line for line in text.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1, text
+    return errors[0]
+
+
+def chats(path: Path, *rows: object) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+TALK = [
+    {"role": "user", "content": "What is `json.dumps` for?"},
+    {"role": "assistant", "content": "It writes JSON text."},
+]
+
+
+def prepare_only(make_run: MakeRun, tmp_path: Path, data: Path, **changes: object) -> Path:
+    return make_run(data={"train": [str(data)], "store": str(tmp_path / "own-store"), **changes})
+
+
+def test_an_empty_data_file(make_run: MakeRun, tmp_path: Path, capfd) -> None:
+    settings = prepare_only(make_run, tmp_path, chats(tmp_path / "empty.jsonl"))
+    assert "empty.jsonl" in refused(["prepare", str(settings)], capfd, 1)
+    assert not (tmp_path / "own-store").exists()
+
+
+def test_a_missing_data_file(make_run: MakeRun, tmp_path: Path, capfd) -> None:
+    assert "nowhere.jsonl" in refused(
+        ["prepare", str(prepare_only(make_run, tmp_path, tmp_path / "nowhere.jsonl"))], capfd, 1
+    )
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"text_": "no messages"},
+        {"messages": TALK[:1]},
+        {"messages": LONG},
+    ],
+    ids=["no messages", "no assistant turn", "longer than the maximum"],
+)
+def test_rows_that_cannot_be_used_are_counted_and_the_others_kept(
+    make_run: MakeRun, tmp_path: Path, capfd, row: dict
+) -> None:
+    data = chats(tmp_path / "mixed.jsonl", row, {"messages": TALK})
+    settings = prepare_only(make_run, tmp_path, data, max_length=256)
+    assert main(["prepare", str(settings), "--json"]) == 0
+    report = json.loads(capfd.readouterr().out)
+    assert report["samples"] == 1
+    (reason,) = report["set_aside"].values()
+    assert reason["count"] == 1 and "mixed.jsonl:1" in reason["example"]
+
+
+@pytest.mark.parametrize("row", [{"text_": "no messages"}, {"messages": TALK[:1]}], ids=["no messages", "no assistant"])
+def test_nothing_left_to_train_on(make_run: MakeRun, tmp_path: Path, capfd, row: dict) -> None:
+    settings = prepare_only(make_run, tmp_path, chats(tmp_path / "bad.jsonl", row))
+    assert "bad.jsonl:1" in refused(["train", str(settings)], capfd, 1)
+    assert not (tmp_path / "own-store").exists()
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_folder_that_is_no_model(make_run: MakeRun, tmp_path: Path, capfd) -> None:
+    (tmp_path / "empty-model").mkdir()
+    settings = make_run(target={"path": str(tmp_path / "empty-model")})
+    assert "empty-model" in refused(["train", str(settings)], capfd, 1)
+    assert "not-there" in refused(["train", str(make_run(target={"path": str(tmp_path / "not-there")}))], capfd, 1)
+
+
+def test_a_width_that_the_drafter_cannot_have(make_run: MakeRun, capfd) -> None:
+    line = refused(["train", str(make_run(drafter={"hidden_size": 96}))], capfd, 1)
+    assert "hidden_size" in line and "96" in line and "128" in line
+
+
+def test_taps_that_the_target_does_not_have(make_run: MakeRun, capfd) -> None:
+    assert "8" in refused(["train", str(make_run(target={"taps": [1, 8]}))], capfd, 1)
+
+
+def test_a_run_directory_of_another_configuration(make_run: MakeRun, capfd) -> None:
+    assert main(["train", str(make_run(train={"max_steps": 1}))]) == 0
+    capfd.readouterr()
+    line = refused(["train", str(make_run(train={"max_steps": 1}, optimizer={"lr": 0.5}))], capfd, 1)
+    assert "made with optimizer.lr = 0.001, asked for 0.5" in line
+
+
+def test_a_run_directory_that_is_something_else(make_run: MakeRun, tmp_path: Path, capfd) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "thesis.tex").write_text("mine")
+    assert "thesis.tex" in refused(["train", str(make_run())], capfd, 1)
+
+
+def test_a_device_that_is_not_there(make_run: MakeRun, capfd) -> None:
+    line = refused(["train", str(make_run(flow={"mode": "pipeline", "target_devices": ["cuda:63"]}))], capfd, 2)
+    assert "cuda:63" in line
+
+
+def test_a_target_that_changed_under_the_run(make_run: MakeRun, tmp_path: Path, demo_assets: Path, capfd) -> None:
+    copy = tmp_path / "target"
+    shutil.copytree(demo_assets / "target", copy)
+    settings = make_run(target={"path": str(copy)}, train={"max_steps": 1})
+    assert main(["train", str(settings)]) == 0
+    capfd.readouterr()
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 1e-5}))
+    assert "target fingerprint is not today's" in refused(["train", str(settings)], capfd, 1)
+
+
+def test_unknown_command_and_flag(capfd) -> None:
+    assert main(["trian", "x"]) == 2
+    assert "did you mean train?" in capfd.readouterr().err
+    assert main(["train", "x.yaml", "--optimizr.lr", "1"]) == 2
+    assert "did you mean optimizer.lr?" in capfd.readouterr().err

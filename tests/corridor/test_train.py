@@ -1,0 +1,139 @@
+"""The corridor from chats to checkpoint, with real parts: pipeline equals inline, and nothing is lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from paceline.checkpoint import store
+from paceline.cli import main
+
+
+MakeRun = Callable[..., Path]
+
+
+def weights(run_dir: Path, step: int) -> dict[str, torch.Tensor]:
+    return load_file(store.checkpoint_path(run_dir, step) / store.WEIGHTS)
+
+
+def run_dir_of(settings: Path) -> Path:
+    return Path(yaml.safe_load(settings.read_text())["run_dir"])
+
+
+def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+def metric_lines(run_dir: Path) -> list[dict]:
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if line.get("kind", "step") == "step"]
+
+
+def start(settings: Path, log: Path) -> subprocess.Popen:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    command = [sys.executable, "-m", "paceline", "train", str(settings)]
+    return subprocess.Popen(command, stdout=log.open("w"), stderr=subprocess.STDOUT, env=environment)
+
+
+def wait_for_checkpoint(process: subprocess.Popen, run_dir: Path, step: int, log: Path) -> None:
+    deadline = time.monotonic() + 240
+    while store.newest_step(run_dir) < step:
+        assert process.poll() is None, log.read_text()
+        assert time.monotonic() < deadline, log.read_text()
+        time.sleep(0.02)
+
+
+@pytest.fixture(scope="module")
+def children_of() -> object:
+    def children(pid: int) -> list[int]:
+        found = []
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit():
+                try:
+                    fields = (entry / "stat").read_text().rsplit(")", 1)[1].split()
+                except OSError:
+                    continue
+                if int(fields[1]) == pid:
+                    found += [int(entry.name), *children(int(entry.name))]
+        return found
+
+    return children
+
+
+def test_pipeline_equals_inline_bit_for_bit_after_30_steps(make_run: MakeRun) -> None:
+    inline, pipeline = (
+        make_run("inline"),
+        make_run("pipeline", flow={"mode": "pipeline", "target_devices": ["cpu", "cpu"]}),
+    )
+    assert main(["train", str(inline)]) == 0
+    assert main(["train", str(pipeline)]) == 0
+    assert same(weights(run_dir_of(inline), 30), weights(run_dir_of(pipeline), 30))
+    theirs, ours = metric_lines(run_dir_of(inline)), metric_lines(run_dir_of(pipeline))
+    assert [line["step"] for line in ours] == list(range(1, 31))
+    assert [line["metrics"]["loss"] for line in ours] == [line["metrics"]["loss"] for line in theirs]
+
+
+def test_the_loss_falls_and_the_weights_move(make_run: MakeRun) -> None:
+    settings = make_run()
+    assert main(["train", str(settings)]) == 0
+    losses = [line["metrics"]["loss"] for line in metric_lines(run_dir_of(settings))]
+    assert sum(losses[-5:]) < 0.95 * sum(losses[:5])
+    first, last = weights(run_dir_of(settings), 10), weights(run_dir_of(settings), 30)
+    assert all(not torch.equal(first[name], last[name]) for name in first)
+
+
+def test_killed_in_the_middle_a_run_goes_on_to_the_same_weights(make_run: MakeRun, tmp_path: Path, children_of) -> None:
+    whole = make_run("whole", flow={"mode": "pipeline"})
+    assert main(["train", str(whole)]) == 0
+    broken, log = make_run("broken", flow={"mode": "pipeline"}), tmp_path / "log"
+    process = start(broken, log)
+    wait_for_checkpoint(process, run_dir_of(broken), 10, log)
+    family = children_of(process.pid)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert 10 <= store.newest_step(run_dir_of(broken)) < 30, "killed too late to prove anything"
+    deadline = time.monotonic() + 20
+    while any(Path(f"/proc/{pid}").exists() for pid in family) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not [pid for pid in family if Path(f"/proc/{pid}").exists()], "orphans"
+    assert main(["train", str(run_dir_of(broken))]) == 0
+    assert same(weights(run_dir_of(whole), 30), weights(run_dir_of(broken), 30))
+    assert [line["step"] for line in metric_lines(run_dir_of(broken))] == list(range(1, 31))
+
+
+def test_ctrl_c_checkpoints_and_ends_with_0_and_the_run_goes_on(make_run: MakeRun, tmp_path: Path) -> None:
+    settings, log = make_run("stopped", flow={"mode": "pipeline"}, train={"max_steps": 400}), tmp_path / "log"
+    process = start(settings, log)
+    wait_for_checkpoint(process, run_dir_of(settings), 10, log)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 0, log.read_text()
+    text = log.read_text()
+    assert "Traceback" not in text
+    stopped_at = store.newest_step(run_dir_of(settings))
+    assert f"stopped at step {stopped_at} of 400" in text.replace("\n", " ")
+    assert [line["step"] for line in metric_lines(run_dir_of(settings))] == list(range(1, stopped_at + 1))
+
+
+def test_a_finished_run_is_left_as_it_is(make_run: MakeRun, capfd) -> None:
+    settings = make_run(train={"max_steps": 2})
+    assert main(["train", str(settings)]) == 0
+    before = (run_dir_of(settings) / "metrics.jsonl").read_bytes()
+    assert main(["train", str(settings)]) == 0
+    assert (run_dir_of(settings) / "metrics.jsonl").read_bytes() == before
+
+
+def test_bf16_compute_keeps_float32_masters(make_run: MakeRun) -> None:
+    settings = make_run(drafter={"dtype": "bfloat16"}, target={"dtype": "bfloat16"}, train={"max_steps": 3})
+    assert main(["train", str(settings)]) == 0
+    assert {tensor.dtype for tensor in weights(run_dir_of(settings), 3).values()} == {torch.float32}
