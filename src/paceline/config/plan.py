@@ -44,17 +44,19 @@ class PlanConfig(Section):
     weights: dict[str, float] = {}
     """How often the samples of a tag or source are planned an epoch (0.5, 2, ...), by name; others once."""
     edges: list[int] | Literal["optimal"] | None = None
-    """Upper ends of the buckets in tokens, ascending; or the best ones for `num_buckets`. Unset: equal numbers of samples."""
+    """Upper ends of the buckets in tokens, ascending; or the best `num_buckets` ones. Unset: equal sample counts."""
     num_buckets: int = Field(default=6, ge=1, le=256)
     """Buckets of the bucketed and mixed strategies, of the schedules by bucket, and of the reports."""
+    grid_class_batches: int = Field(default=4, ge=1)
+    """Strategy grid: neighbouring widths share a class until it fills this many batches; small data sets mix better."""
     jitter: float = Field(default=0.05, ge=0, le=1)
     """Strategy jittered: standard deviation of the relative perturbation of the lengths before they are sorted."""
     sort_window: int = Field(default=2048, ge=1)
     """Strategy windowed: samples that are sorted together."""
     mixed_span: int = Field(default=2, ge=1)
     """Strategy mixed: neighbouring buckets that one batch may draw from."""
-    antithetic: bool = False
-    """Schedule stratified: pair the shorter end of one stratum with the longer end of the next."""
+    antithetic: bool = True
+    """Schedule stratified: the window with the longest batches so far takes the shortest of the next stratum."""
     curriculum_epochs: int = Field(default=1, ge=1)
     """Schedule curriculum: epochs that begin with short samples; the later ones are stratified throughout."""
     curriculum_share: float = Field(default=0.5, gt=0, le=1)

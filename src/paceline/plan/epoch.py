@@ -1,0 +1,296 @@
+"""The epoch plan: a pure function of (lengths, planning settings, seed, epoch), as compact arrays.
+
+Enter → compose → schedule. Nothing is stored but what any process can compute again; resume is an index.
+
+Shape letters: N rows of the store, E entries of the epoch, M micro-batches, W windows, G batches a window.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import numpy as np
+
+from paceline.config.plan import PlanConfig
+from paceline.contracts import PlannedBatch
+from paceline.errors import PlanError
+from paceline.plan.buckets import bucket_edges, bucket_of
+from paceline.plan.composition import Composition
+from paceline.plan.intake import (
+    Groups,
+    checked_eligible,
+    checked_lengths,
+    draft_positions,
+    eligible_counts,
+    enter,
+)
+from paceline.plan.keys import Purpose, stream
+from paceline.plan.limits import Limits
+from paceline.plan.pool import Pool, batch_lengths, rank_batches, split_leftover
+from paceline.plan.schedules import SCHEDULES
+from paceline.plan.strategies import STRATEGIES
+
+
+@dataclass(frozen=True)
+class EpochPlan:
+    """Which rows go together, in which optimizer window, replica and slot.
+
+    Attributes:
+        settings, num_anchors, block_size, replicas, seed, epoch: what the plan was made from, beside the lengths.
+        lengths, eligible: of the rows, as given; eligible is None where unknown.
+        composition: the micro-batches as composed; its entries are row numbers.
+        sequence: composed batch of each place in training order, int32 [M]; whole windows first, the left-over last.
+        edges: upper ends of the buckets in tokens, int64.
+        bucket: bucket of each composed batch, uint16 [M].
+        left_out: reason → rows that this epoch does not hold.
+        kept_over_length: rows over ``max_length`` that are planned all the same.
+        carried_in, carried_out: rows taken over from the last epoch, and handed on to the next one.
+    """
+
+    settings: PlanConfig
+    num_anchors: int
+    block_size: int
+    replicas: int
+    seed: int
+    epoch: int
+    lengths: np.ndarray
+    eligible: np.ndarray | None
+    composition: Composition
+    sequence: np.ndarray
+    edges: np.ndarray
+    bucket: np.ndarray
+    left_out: dict[str, int] = field(default_factory=dict)
+    kept_over_length: int = 0
+    carried_in: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
+    carried_out: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
+
+    @property
+    def num_batches(self) -> int:
+        """Micro-batches of the epoch."""
+        return len(self.sequence)
+
+    @property
+    def num_samples(self) -> int:
+        """Entries that are trained in this epoch, repeats counted."""
+        return int(self.counts.sum())
+
+    @property
+    def window_size(self) -> int:
+        """Micro-batches of a whole window: accumulate × replicas."""
+        return self.settings.accumulate * self.replicas
+
+    @property
+    def num_windows(self) -> int:
+        """Optimizer steps of the epoch, the same for every replica; the last may be short."""
+        return -(-self.num_batches // self.window_size)
+
+    @cached_property
+    def counts(self) -> np.ndarray:
+        """Samples of each place in training order, int64 [M]."""
+        return np.diff(self.composition.offsets)[self.sequence].astype(np.int64)
+
+    @cached_property
+    def widths(self) -> np.ndarray:
+        """Padded width of each place in training order, int32 [M]."""
+        return self.composition.width[self.sequence]
+
+    @cached_property
+    def buckets(self) -> np.ndarray:
+        """Bucket of each place in training order, uint16 [M]."""
+        return self.bucket[self.sequence]
+
+    @cached_property
+    def windows(self) -> np.ndarray:
+        """Window of each place in training order, int32 [M]."""
+        return (np.arange(self.num_batches, dtype=np.int64) // self.window_size).astype(np.int32)
+
+    @cached_property
+    def replica_of(self) -> np.ndarray:
+        """Replica of each place in training order, uint16 [M]."""
+        return (np.arange(self.num_batches, dtype=np.int64) % self.replicas).astype(np.uint16)
+
+    @cached_property
+    def slots(self) -> np.ndarray:
+        """Slot inside window and replica of each place in training order, uint16 [M]."""
+        place = np.arange(self.num_batches, dtype=np.int64) % self.window_size
+        return (place // self.replicas).astype(np.uint16)
+
+    def rows(self, index: int) -> np.ndarray:
+        """Row numbers of the batch at a place in training order, int64 [B]."""
+        composed = self.sequence[index]
+        offsets = self.composition.offsets
+        return self.composition.order[offsets[composed] : offsets[composed + 1]].astype(np.int64)
+
+    def batch(self, index: int) -> PlannedBatch:
+        """The micro-batch at a place in training order, in O(1).
+
+        Raises:
+            PlanError: no such place.
+        """
+        if not 0 <= index < self.num_batches:
+            raise PlanError(f"batch {index} is not in the plan; it has batches 0 to {self.num_batches - 1}")
+        composed = self.sequence[index]
+        rows = self.rows(index)
+        lengths = self.lengths[rows]
+        width = int(self.composition.width[composed])
+        eligible = eligible_counts(lengths, None if self.eligible is None else self.eligible[rows], self.settings)
+        place = index % self.window_size
+        return PlannedBatch(
+            index=index,
+            epoch=self.epoch,
+            window=index // self.window_size,
+            replica=place % self.replicas,
+            slot=place // self.replicas,
+            bucket=int(self.bucket[composed]),
+            rows=rows,
+            width=width,
+            real_tokens=int(lengths.sum(dtype=np.int64)),
+            padded_tokens=self.settings.token_budget if self.composition.packed else len(rows) * width,
+            draft_positions=int(draft_positions(eligible, self.num_anchors, self.block_size).sum()),
+        )
+
+    def window(self, index: int) -> range:
+        """Places of one window's batches in training order.
+
+        Raises:
+            PlanError: no such window.
+        """
+        if not 0 <= index < self.num_windows:
+            raise PlanError(f"window {index} is not in the plan; it has windows 0 to {self.num_windows - 1}")
+        start = index * self.window_size
+        return range(start, min(start + self.window_size, self.num_batches))
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Hash of all that the plan decides: rows, batches, widths, buckets, order; the same on every platform."""
+        digest = hashlib.blake2b(digest_size=16)
+        digest.update(f"{self.seed} {self.epoch} {self.replicas} {self.settings.accumulate}".encode())
+        parts = (self.composition.offsets, self.composition.width, self.bucket, self.sequence, self.composition.order)
+        for part in parts:
+            digest.update(np.ascontiguousarray(part, np.dtype("<i8") if part.itemsize == 8 else np.dtype("<i4")).data)
+        return digest.hexdigest()
+
+
+def plan_epoch(
+    lengths: np.ndarray | Sequence[int],
+    eligible: np.ndarray | Sequence[int] | None,
+    settings: PlanConfig,
+    *,
+    num_anchors: int,
+    block_size: int,
+    replicas: int = 1,
+    seed: int,
+    epoch: int,
+    groups: Groups | None = None,
+) -> EpochPlan:
+    """Plans one epoch.
+
+    Args:
+        lengths: tokens of every row, integers ≥ 1 [N].
+        eligible: eligible anchors of every row [N]; None: estimated by ``settings.eligible_share``.
+        settings: planning settings.
+        num_anchors: anchors a sample at most.
+        block_size: slots of a block.
+        replicas: drafter replicas that share every window.
+        seed: key of all randomness, ≥ 0.
+        epoch: 0-based epoch.
+        groups: tag or source of every row, for ``settings.weights``.
+
+    Returns:
+        The plan; with ``leftover: carry`` the earlier epochs are planned on the way, so epoch e costs e + 1 plans.
+
+    Raises:
+        PlanError: lengths, budgets, edges or weights that allow no plan; one line.
+    """
+    if min(num_anchors, block_size, replicas) < 1 or min(seed, epoch) < 0:
+        raise PlanError(
+            f"num_anchors {num_anchors}, block_size {block_size} and replicas {replicas} must be at least 1, "
+            f"seed {seed} and epoch {epoch} at least 0"
+        )
+    lengths = checked_lengths(lengths)
+    eligible = None if eligible is None else checked_eligible(eligible, len(lengths))
+    request = _Request(lengths, eligible, settings, num_anchors, block_size, replicas, seed, groups)
+    if settings.leftover == "short":
+        return _plan_one(request, epoch, None)
+    plan = _plan_one(request, 0, None)
+    for number in range(1, epoch + 1):
+        plan = _plan_one(request, number, plan.carried_out)
+    return plan
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    lengths: np.ndarray
+    eligible: np.ndarray | None
+    settings: PlanConfig
+    num_anchors: int
+    block_size: int
+    replicas: int
+    seed: int
+    groups: Groups | None
+
+
+def _plan_one(request: _Request, epoch: int, carried: np.ndarray | None) -> EpochPlan:
+    settings, seed = request.settings, request.seed
+    entries = enter(
+        request.lengths,
+        request.eligible,
+        settings,
+        num_anchors=request.num_anchors,
+        block_size=request.block_size,
+        seed=seed,
+        epoch=epoch,
+        groups=request.groups,
+        carried=carried,
+    )
+    limits = Limits.of(settings)
+    edges = bucket_edges(entries, settings)
+    composition = STRATEGIES[settings.strategy](entries, limits, settings, stream(seed, epoch, Purpose.COMPOSE))
+    bucket = composition.bucket if composition.bucket is not None else bucket_of(composition.width, edges, limits)
+    window_size = settings.accumulate * request.replicas
+    length = batch_lengths(composition, entries.lengths)
+    ranking, leftover = split_leftover(
+        rank_batches(composition, bucket, length), window_size, stream(seed, epoch, Purpose.LEFTOVER)
+    )
+    pool = Pool(ranking, bucket, length, len(edges), settings.accumulate, request.replicas, epoch)
+    sequence = SCHEDULES[settings.schedule](pool, settings, stream(seed, epoch, Purpose.SCHEDULE))
+    if entries.rows is not None:
+        composition = replace(composition, order=entries.rows[composition.order])
+    carried_out = np.empty(0, np.int64)
+    if settings.leftover == "short":
+        sequence = np.concatenate([sequence, leftover])
+    elif not len(sequence):
+        raise PlanError(
+            f"the {composition.num_batches} micro-batches of epoch {epoch} fill no window of {window_size} "
+            "(accumulate × replicas); set plan.leftover: short, or lower plan.accumulate"
+        )
+    else:
+        carried_out = rows_of(composition, leftover)
+    return EpochPlan(
+        settings=settings,
+        num_anchors=request.num_anchors,
+        block_size=request.block_size,
+        replicas=request.replicas,
+        seed=seed,
+        epoch=epoch,
+        lengths=request.lengths,
+        eligible=request.eligible,
+        composition=composition,
+        sequence=sequence,
+        edges=edges,
+        bucket=bucket,
+        left_out=entries.left_out,
+        kept_over_length=entries.kept_over_length,
+        carried_in=np.empty(0, np.int64) if carried is None else carried,
+        carried_out=carried_out,
+    )
+
+
+def rows_of(composition: Composition, batches: np.ndarray) -> np.ndarray:
+    """Rows of some composed batches, one after another, int64."""
+    offsets = composition.offsets
+    parts = [composition.order[offsets[batch] : offsets[batch + 1]] for batch in batches.tolist()]
+    return np.concatenate(parts).astype(np.int64) if parts else np.empty(0, np.int64)

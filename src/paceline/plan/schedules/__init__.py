@@ -1,0 +1,22 @@
+"""Schedules, one a file: ``arrange(pool, settings, bits) -> sequence``.
+
+In: the batches that fill whole windows (with their rank by length and their bucket), the planning settings, the bit
+generator keyed by (seed, epoch). Out: batch ids in training order; every ``pool.window_size`` of them are one window,
+slot after slot, in each slot replica after replica.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from paceline.config.plan import PlanConfig
+from paceline.plan.pool import Pool
+from paceline.plan.schedules import stratified
+
+Arrange = Callable[[Pool, PlanConfig, np.random.Philox], np.ndarray]
+
+SCHEDULES: dict[str, Arrange] = {
+    "stratified": stratified.arrange,
+}

@@ -1,0 +1,23 @@
+"""Composition strategies, one a file: ``compose(entries, limits, settings, bits) -> Composition``.
+
+In: the entries of the epoch, the budgets, the planning settings, the bit generator keyed by (seed, epoch). Out: every
+entry in exactly one batch, no budget exceeded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from paceline.config.plan import PlanConfig
+from paceline.plan.composition import Composition
+from paceline.plan.intake import Entries
+from paceline.plan.limits import Limits
+from paceline.plan.strategies import grid
+
+Compose = Callable[[Entries, Limits, PlanConfig, np.random.Philox], Composition]
+
+STRATEGIES: dict[str, Compose] = {
+    "grid": grid.compose,
+}
