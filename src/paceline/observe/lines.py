@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from paceline.errors import RunDirectoryError
 
@@ -66,7 +67,12 @@ class _Place(msgspec.Struct):
     kind: str
 
 
-_ENCODER = msgspec.json.Encoder(enc_hook=str)
+def _plain(value: Any) -> Any:
+    """What JSON can hold in place of something that it cannot: numpy values as numbers, the rest as text."""
+    return value.tolist() if isinstance(value, (np.generic, np.ndarray)) else str(value)
+
+
+_ENCODER = msgspec.json.Encoder(enc_hook=_plain)
 _DECODER = msgspec.json.Decoder(Line)
 _STEP = msgspec.json.Decoder(StepLine)
 _PLACE = msgspec.json.Decoder(_Place)

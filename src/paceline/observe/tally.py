@@ -102,7 +102,7 @@ class Tally:
         self._last["progress/window"] = report.window
 
     def _stages(self, report: StepReport) -> None:
-        """Shares of a stage's time: the step's wall time, or what its workers report together where they are several."""
+        """Shares of a stage's time: the step's wall time, or the sum of its states where several workers add up."""
         states: dict[str, dict[str, float]] = {}
         for place, spent_s in report.waits_s.items():
             stage, _, state = place.rpartition("/")

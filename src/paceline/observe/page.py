@@ -1,0 +1,152 @@
+"""A self-contained HTML page: elements, tables, and a style sheet for light and dark, wide and narrow. No scripts."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+
+class Html(str):
+    """Markup that is already safe; anything else is escaped when it is put into an element."""
+
+    __slots__ = ()
+
+
+def element(name: str, *children: Any, **attributes: str | None) -> Html:
+    """``<name attributes>children</name>``; an attribute's trailing underscore is dropped, None leaves it out."""
+    text = "".join(
+        f' {key.rstrip("_").replace("_", "-")}="{html.escape(value)}"'
+        for key, value in attributes.items()
+        if value is not None
+    )
+    return Html(f"<{name}{text}>{joined(children)}</{name}>")
+
+
+def joined(children: Iterable[Any]) -> Html:
+    """Children one after another, escaped unless they are `Html`."""
+    return Html("".join(child if isinstance(child, Html) else html.escape(str(child)) for child in children))
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[Any]], caption: str | None = None) -> Html:
+    """A table that scrolls sideways on a narrow screen; every column but the first is right-aligned."""
+    head = element("tr", *(element("th", column, scope="col") for column in columns))
+    body = joined(
+        element("tr", element("th", row[0], scope="row"), *(element("td", cell) for cell in row[1:])) for row in rows
+    )
+    parts = [element("caption", caption)] if caption else []
+    return element("div", element("table", *parts, element("thead", head), element("tbody", body)), class_="scroll")
+
+
+def tiles(pairs: Iterable[tuple[str, str, str]]) -> Html:
+    """Headline numbers: (label, number, small print)."""
+    return element(
+        "dl",
+        *(
+            element("div", element("dt", label), element("dd", number, element("small", small) if small else Html("")))
+            for label, number, small in pairs
+        ),
+        class_="tiles",
+    )
+
+
+def figure(svg: str, title: str, caption: str) -> Html:
+    """A plot with its title above and what it shows below."""
+    drawing = Html(svg.replace("<svg ", f'<svg role="img" aria-label="{html.escape(title)}" ', 1))
+    return element("figure", element("h3", title), drawing, element("figcaption", caption))
+
+
+def section(key: str, title: str, *children: Any) -> Html:
+    """A titled part of the page that the table of contents can link to."""
+    return element("section", element("h2", title), *children, id=key)
+
+
+def nested(value: Mapping[str, Any]) -> Html:
+    """A nested mapping as a table of dotted names."""
+    return table(("name", "value"), _flat(value))
+
+
+def page(title: str, contents: Sequence[tuple[str, str]], body: Iterable[Any], ramp: int) -> str:
+    """The whole document.
+
+    Args:
+        title: of the page.
+        contents: (key, title) of the sections.
+        body: the sections.
+        ramp: number of bucket colours.
+    """
+    links = element("nav", *(element("a", text, href=f"#{key}") for key, text in contents), aria_label="Contents")
+    head = (
+        '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
+        '<meta name="color-scheme" content="light dark"><link rel="icon" href="data:,">'
+    )
+    style = Html(
+        _CSS.replace("/*ramp-light*/", _ramp(ramp, _LIGHT_RAMP)).replace("/*ramp-dark*/", _ramp(ramp, _DARK_RAMP))
+    )
+    return (
+        f'<!doctype html>\n<html lang="en"><head>{head}{element("title", title)}{element("style", style)}</head>\n'
+        f"<body>{element('header', element('h1', title), links)}\n{element('main', *body)}</body></html>\n"
+    )
+
+
+def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, str]]:
+    for key, inner in value.items():
+        name = f"{prefix}{key}"
+        if isinstance(inner, Mapping) and inner:
+            yield from _flat(inner, f"{name}.")
+        else:
+            yield name, "–" if inner is None else str(inner)
+
+
+_LIGHT_RAMP = ((120, 174, 238), (9, 38, 84))
+_DARK_RAMP = ((58, 112, 190), (222, 236, 255))
+
+
+def _ramp(count: int, ends: tuple[tuple[int, int, int], tuple[int, int, int]]) -> str:
+    shares = [i / max(count - 1, 1) for i in range(count)]
+    colours = [tuple(round(a + (b - a) * share) for a, b in zip(*ends, strict=True)) for share in shares]
+    return "".join(f"--b{i}:rgb({r},{g},{b});" for i, (r, g, b) in enumerate(colours))
+
+
+_CSS = """
+:root{--page:#fbfbf9;--card:#ffffff;--ink:#1c1c1a;--muted:#5f5f59;--grid:#e5e5df;--good:#11735a;--bad:#a8320f;
+--s0:#2a6fd0;--s1:#c2541a;--s2:#11805f;--s3:#7452cf;--s4:#b83a76;--s5:#7d6200;/*ramp-light*/}
+@media (prefers-color-scheme:dark){:root{--page:#161615;--card:#1e1e1c;--ink:#f0f0ec;--muted:#a8a8a0;--grid:#363631;
+--good:#5cc9a4;--bad:#ff9a73;--s0:#6ba4f5;--s1:#f0935a;--s2:#45bd96;--s3:#aa93f2;--s4:#f081b0;--s5:#d8b540;/*ramp-dark*/}}
+*{box-sizing:border-box}
+html{scroll-behavior:smooth;-webkit-text-size-adjust:100%}
+body{margin:0;background:var(--page);color:var(--ink);font:16px/1.5 system-ui,sans-serif}
+header,main{max-width:76rem;margin:0 auto;padding:0 1rem}
+h1{font-size:1.6rem;margin:1.5rem 0 .5rem;overflow-wrap:anywhere}
+h2{font-size:1.2rem;margin:2.5rem 0 .75rem;padding-bottom:.25rem;border-bottom:1px solid var(--grid)}
+h3{font-size:.95rem;margin:0 0 .5rem}
+nav{display:flex;flex-wrap:wrap;gap:.25rem 1rem;font-size:.9rem}
+a{color:var(--s0)}
+p,li{max-width:48rem}
+ul.findings{padding:0;list-style:none}
+ul.findings li{margin:.5rem 0;padding:.5rem .75rem;background:var(--card);border:1px solid var(--grid);
+border-left:4px solid var(--s0);border-radius:4px}
+ul.findings li.warning{border-left-color:var(--bad)}
+ul.findings b{display:inline-block;margin-right:.5rem}
+.tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(9.5rem,1fr));gap:.75rem;margin:1rem 0}
+.tiles div{background:var(--card);border:1px solid var(--grid);border-radius:6px;padding:.6rem .8rem}
+.tiles dt{color:var(--muted);font-size:.8rem}
+.tiles dd{margin:0;font-size:1.4rem;font-weight:600}
+.tiles small{display:block;font-size:.75rem;font-weight:400;color:var(--muted)}
+.plots{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,27rem),1fr));gap:1rem}
+figure{margin:0;background:var(--card);border:1px solid var(--grid);border-radius:6px;padding:.8rem;min-width:0}
+figcaption{font-size:.8rem;color:var(--muted);margin-top:.4rem}
+svg.plot{display:block;width:100%;height:auto;overflow:visible}
+svg.plot text{font-family:system-ui,sans-serif}
+.scroll{overflow-x:auto;margin:.75rem 0}
+table{border-collapse:collapse;font-size:.85rem;font-variant-numeric:tabular-nums}
+caption{text-align:left;color:var(--muted);padding-bottom:.25rem}
+th,td{padding:.25rem .75rem .25rem 0;text-align:right;border-bottom:1px solid var(--grid);vertical-align:top}
+th:first-child{text-align:left;font-weight:500}
+thead th{color:var(--muted);font-weight:500}
+details{margin:.75rem 0}
+summary{cursor:pointer}
+pre{white-space:pre-wrap;overflow-wrap:anywhere;font-size:.85rem}
+mark{background:none;color:inherit;border-bottom:2px solid var(--s2);font-weight:600}
+@media print{nav{display:none}figure{break-inside:avoid}}
+"""

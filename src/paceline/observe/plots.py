@@ -1,0 +1,284 @@
+"""The report's plots, each a function from a history to an SVG, or None where the run logged nothing for it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
+
+from paceline.observe.numerals import short
+from paceline.observe.svg import (
+    DASHES,
+    GRID,
+    HATCHES,
+    INK,
+    MUTED,
+    bucket_colour,
+    condensed,
+    drawing,
+    label_ends,
+    series_colour,
+    smoothed,
+    to_svg,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from paceline.observe.history import History
+
+Ends = list[tuple[float, float, str, str]]
+
+
+def loss(run: History) -> str | None:
+    """Loss of every step, and smoothed."""
+    values = run.series("loss")
+    if not np.isfinite(values).any():
+        return None
+    with drawing() as (figure, axes):
+        x, raw = condensed(run.steps, values, points=1500)
+        axes.plot(x, raw, color=MUTED, linewidth=0.6, alpha=0.6)
+        ends: Ends = []
+        _line(axes, run, "loss", "smoothed", 0, series_colour(0), ends)
+        _finish(axes, run, "loss, nat", ends)
+        return to_svg(figure, "loss")
+
+
+def loss_by_bucket(run: History) -> str | None:
+    """Smoothed loss of each bucket, shortest samples first."""
+    return _buckets(run, "loss/bucket_{}", "loss, nat", "loss-bucket")
+
+
+def acceptance(run: History, decoded: list[tuple[int, float]]) -> str | None:
+    """τ of training blocks, τ of draft trees, and τ of real decoding where it was measured.
+
+    Args:
+        run: the run.
+        decoded: (step, τ) of held-out decoding.
+    """
+    trees = run.numbers("tree/tau_{nodes}")
+    if "tau" not in run.values and not decoded:
+        return None
+    with drawing() as (figure, axes):
+        ends: Ends = []
+        _line(axes, run, "tau", "training", 0, series_colour(0), ends)
+        for position, nodes in enumerate(trees, 1):
+            _line(axes, run, f"tree/tau_{nodes}", f"tree {nodes}", position, series_colour(position), ends)
+        if decoded:
+            x, y = zip(*decoded, strict=True)
+            axes.plot(x, y, linestyle="", marker="D", markersize=6, markerfacecolor="none", color=INK)
+            ends.append((x[-1], y[-1], "decoded ◇", INK))
+        _finish(axes, run, "tokens per target pass", ends)
+        return to_svg(figure, "tau")
+
+
+def slots_over_time(run: History) -> str | None:
+    """Accuracy of the first, a middle and the last slots over time."""
+    slots = run.numbers("accuracy/slot_{slot}")
+    if not slots:
+        return None
+    chosen = sorted({slots[round(i * (len(slots) - 1) / 4)] for i in range(5)}) if len(slots) > 5 else slots
+    with drawing() as (figure, axes):
+        ends: Ends = []
+        for position, slot in enumerate(chosen):
+            _line(axes, run, f"accuracy/slot_{slot}", f"slot {slot}", position, series_colour(position), ends)
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+        _finish(axes, run, "accuracy", ends)
+        return to_svg(figure, "slots-time")
+
+
+def slots_now(run: History) -> str | None:
+    """By slot, over the last tenth of the run: accuracy, and acceptance given that all earlier slots were accepted."""
+    slots = run.numbers("accuracy/slot_{slot}") or run.numbers("acceptance/slot_{slot}")
+    if not slots:
+        return None
+    late = last_tenth(run)
+    with drawing() as (figure, axes):
+        for position, (family, text, marker) in enumerate(
+            (("accuracy", "accuracy", "o"), ("acceptance", "acceptance, given the earlier ones", "s"))
+        ):
+            heights = [run.pooled(f"{family}/slot_{slot}", late) for slot in slots]
+            if np.isfinite(heights).any():
+                colour = series_colour(position)
+                axes.plot(
+                    slots, heights, color=colour, linestyle=DASHES[position], marker=marker, markersize=4, label=text
+                )
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+        axes.set_ylim(bottom=0)
+        axes.set_xlabel("slot")
+        axes.legend(frameon=False)
+        return to_svg(figure, "slots-now")
+
+
+def mix(run: History, family: str, title: str, key: str) -> str | None:
+    """Stacked shares of the buckets over time.
+
+    Args:
+        run: the run.
+        family: ``samples/bucket_{}`` or another count by bucket.
+        title: of the y axis.
+        key: of the drawing.
+    """
+    buckets = run.numbers(family.format("{bucket}"))
+    if not buckets:
+        return None
+    counts = np.array([smoothed(run.counts(family.format(bucket)), share=0.01) for bucket in buckets])
+    total = counts.sum(axis=0)
+    shares = np.divide(counts, total, out=np.zeros_like(counts), where=total > 0)
+    x, *rows = condensed(run.steps, *shares, points=250)
+    with drawing() as (figure, axes):
+        areas = axes.stackplot(x, np.array(rows), linewidth=0.4, edgecolor=GRID)
+        for area, bucket in zip(areas, buckets, strict=True):
+            area.set_facecolor(bucket_colour(bucket))
+        axes.set_ylim(0, 1)
+        axes.margins(x=0)
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+        middles = np.cumsum([row[-1] for row in rows]) - np.array([row[-1] for row in rows]) / 2
+        ends = [(x[-1], float(y), f"bucket {b}", MUTED) for b, y in zip(buckets, middles, strict=True)]
+        axes.set_ylabel(title)
+        axes.set_xlabel("step")
+        label_ends(axes, _thinned(ends))
+        return to_svg(figure, key)
+
+
+def lengths(run: History) -> str | None:
+    """Mean and longest sample of each window."""
+    if "window/mean_length" not in run.values:
+        return None
+    with drawing() as (figure, axes):
+        ends: Ends = []
+        x, raw = condensed(run.steps, run.series("window/mean_length"), points=1500)
+        axes.plot(x, raw, color=MUTED, linewidth=0.6, alpha=0.6)
+        _line(axes, run, "window/mean_length", "mean", 0, series_colour(0), ends)
+        _line(axes, run, "window/max_length", "longest", 1, series_colour(1), ends)
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: short(value)))
+        _finish(axes, run, "tokens a sample", ends)
+        axes.set_ylim(bottom=0)
+        return to_svg(figure, "lengths")
+
+
+def padding(run: History) -> str | None:
+    """Real tokens / padded tokens over time."""
+    if "padding_efficiency" not in run.values:
+        return None
+    with drawing() as (figure, axes):
+        ends: Ends = []
+        _line(axes, run, "padding_efficiency", "real", 0, series_colour(0), ends)
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+        axes.set_ylim(min(0.5, axes.get_ylim()[0]), 1.0)
+        _finish(axes, run, "share of real tokens", ends)
+        return to_svg(figure, "padding")
+
+
+def gradient(run: History) -> str | None:
+    """Gradient norm before clipping; skipped steps are marked."""
+    norm = run.series("gradient/norm")
+    if not np.isfinite(norm).any():
+        return None
+    with drawing() as (figure, axes):
+        x, raw = condensed(run.steps, norm, points=1500)
+        axes.plot(x, raw, color=MUTED, linewidth=0.6, alpha=0.6)
+        ends: Ends = []
+        _line(axes, run, "gradient/norm", "smoothed", 0, series_colour(0), ends)
+        good = norm[np.isfinite(norm) & (norm > 0)]
+        if good.size and good.max() > 20 * np.median(good):
+            axes.set_yscale("log")
+        skipped = run.steps[run.counts("gradient/skipped") > 0]
+        if skipped.size:
+            axes.plot(skipped[:200], np.full(skipped[:200].size, axes.get_ylim()[0]), "x", color=INK, clip_on=False)
+        clip = (run.settings.get("optimizer") or {}).get("clip_norm")
+        if isinstance(clip, (int, float)) and axes.get_ylim()[0] < clip < 2 * axes.get_ylim()[1]:
+            axes.axhline(clip, color=INK, linewidth=0.8, linestyle=":")
+            ends.append((float(run.steps[-1]), float(clip), "clip", INK))
+        _finish(axes, run, "gradient norm", ends)
+        return to_svg(figure, "gradient")
+
+
+def stage(run: History, name: str) -> str | None:
+    """Shares of one stage's time: busy, starved, blocked."""
+    states = [state for state in ("busy", "starved", "blocked") if f"stage/{name}/{state}" in run.values]
+    if not states:
+        return None
+    rows = [smoothed(run.counts(f"stage/{name}/{state}"), share=0.02) for state in states]
+    x, *parts = condensed(run.steps, *rows, points=250)
+    with drawing(height=2.0) as (figure, axes):
+        areas = axes.stackplot(x, np.array(parts), linewidth=0.6)
+        for position, area in enumerate(areas):
+            area.set_facecolor("none" if position else series_colour(2))
+            area.set_edgecolor(series_colour((2, 1, 3)[position]))
+            area.set_hatch(HATCHES[position])
+        axes.set_ylim(0, 1)
+        axes.margins(x=0)
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+        ends_y = np.cumsum([part[-1] for part in parts]) - np.array([part[-1] for part in parts]) / 2
+        ends = [
+            (x[-1], float(y), state, series_colour((2, 1, 3)[i]))
+            for i, (state, y, part) in enumerate(zip(states, ends_y, parts, strict=True))
+            if part[-1] > 0.02
+        ]
+        axes.set_xlabel("step")
+        label_ends(axes, ends)
+        return to_svg(figure, f"stage-{name}")
+
+
+def speed(run: History, name: str, title: str) -> str | None:
+    """A rate over time."""
+    if name not in run.values:
+        return None
+    with drawing(height=2.0) as (figure, axes):
+        ends: Ends = []
+        _line(axes, run, name, "", 0, series_colour(0), ends)
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: short(value)))
+        _finish(axes, run, title, [])
+        axes.set_ylim(bottom=0)
+        return to_svg(figure, name.replace("/", "-"))
+
+
+def last_tenth(run: History) -> slice:
+    """The last tenth of a run's lines, at least one."""
+    return slice(max(run.steps.size - max(run.steps.size // 10, 1), 0), None)
+
+
+def _buckets(run: History, family: str, title: str, key: str) -> str | None:
+    buckets = run.numbers(family.format("{bucket}"))
+    if not buckets:
+        return None
+    with drawing() as (figure, axes):
+        ends: Ends = []
+        for position, bucket in enumerate(buckets):
+            _line(axes, run, family.format(bucket), f"bucket {bucket}", position, bucket_colour(bucket), ends)
+        _finish(axes, run, title, _thinned(ends))
+        return to_svg(figure, key)
+
+
+def _line(axes: Axes, run: History, name: str, label: str, position: int, colour: str, ends: Ends) -> None:
+    """One smoothed metric over the steps; its end is noted for the label."""
+    if name not in run.values:
+        return
+    y = smoothed(run.series(name), run.weights.get(name))
+    if not np.isfinite(y).any():
+        return
+    x, y = condensed(run.steps, y)
+    axes.plot(x, y, color=colour, linestyle=DASHES[position % len(DASHES)])
+    last = y[np.isfinite(y)][-1]
+    ends.append((float(x[-1]), float(last), label, colour))
+
+
+def _finish(axes: Axes, run: History, title: str, ends: Ends) -> None:
+    axes.set_ylabel(title)
+    axes.set_xlabel("step")
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
+    axes.margins(x=0.01)
+    for start in run.starts[1:]:
+        axes.axvline(start + 0.5, color=MUTED, linewidth=0.8, linestyle=(0, (2, 3)))
+    label_ends(axes, ends)
+
+
+def _thinned(ends: Ends) -> Ends:
+    """At most eight names fit beside a plot: keep evenly spaced ones, first and last included."""
+    if len(ends) <= 8:
+        return ends
+    keep = {round(i * (len(ends) - 1) / 7) for i in range(8)}
+    return [end for position, end in enumerate(ends) if position in keep]

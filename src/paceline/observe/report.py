@@ -1,0 +1,304 @@
+"""One self-contained HTML file that explains a run: no network, no scripts, for light and dark, desk and phone."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from paceline.errors import RunDirectoryError
+from paceline.observe import plots
+from paceline.observe.history import History, read_history
+from paceline.observe.numerals import duration, percent, short
+from paceline.observe.page import Html, element, figure, joined, nested, page, section, table, tiles
+
+REPORT_FILE = "report.html"
+
+
+def write_report(run_dir: Path, out: Path | None = None) -> Path:
+    """Write the report of a run, finished or not.
+
+    Args:
+        run_dir: directory of the run.
+        out: file to write; ``report.html`` in the run directory if unset.
+
+    Returns:
+        The file.
+
+    Raises:
+        RunDirectoryError: no run in there, or the file cannot be written.
+    """
+    text = render(read_history(run_dir))
+    path = out if out is not None else run_dir / REPORT_FILE
+    aside = path.with_name(path.name + ".part")
+    try:
+        aside.write_text(text, encoding="utf-8")
+        aside.replace(path)
+    except OSError as fault:
+        raise RunDirectoryError(f"{path}: cannot be written ({fault.strerror}); give another --out") from fault
+    return path
+
+
+def render(run: History) -> str:
+    """The whole page."""
+    parts = [
+        ("summary", "Summary", _summary(run)),
+        ("missing", "What is missing", _missing(run)),
+        ("loss", "Loss", _loss(run)),
+        ("acceptance", "Acceptance", _acceptance(run)),
+        ("evaluation", "Decoding held-out prompts", _evaluation(run)),
+        ("data", "Data", _data(run)),
+        ("plan", "Plan and padding", _plan(run)),
+        ("optimizer", "Optimizer", _plots(_gradient(run))),
+        ("stages", "Stages and speed", _stages(run)),
+        ("history", "What happened", _events(run)),
+        ("configuration", "Configuration", _details("All settings", run.settings)),
+        ("environment", "Environment", _details("Versions, fingerprints and the drafter", run.facts)),
+    ]
+    shown = [(key, title, body) for key, title, body in parts if body]
+    body = [section(key, title, content) for key, title, content in shown]
+    buckets = run.numbers("samples/bucket_{bucket}")
+    return page(
+        f"{run.name}: paceline run", [(key, title) for key, title, _ in shown], body, max(buckets, default=0) + 1
+    )
+
+
+def _summary(run: History) -> Html:
+    late = plots.last_tenth(run)
+    step = int(run.steps[-1]) if run.steps.size else 0
+    decoded = decoded_tau(run)
+    seconds = float(np.nansum(run.series("speed/seconds_per_step") * run.spans)) if run.steps.size else 0.0
+    planned = f"of {run.total_steps}" if run.total_steps else ""
+    pairs = [("optimizer steps", str(step), f"{planned} · {run.status}".removeprefix(" · "))]
+    if run.steps.size:
+        first = slice(0, max(run.steps.size // 10, 1))
+        pairs += [
+            ("loss", f"{run.pooled('loss', late):.3f}", f"last tenth; first {run.pooled('loss', first):.3f}"),
+            ("training τ", _fixed(run.pooled("tau", late)), "last tenth, tokens per target pass"),
+            ("decoded τ", _fixed(decoded[-1][1]) if decoded else "–", "held-out prompts, real decoding"),
+            ("training time", duration(seconds), "sum of the steps"),
+            ("real tokens/s", short(run.pooled("real_tokens_per_s")), "through the target"),
+            ("draft positions/s", short(run.pooled("draft_positions_per_s")), "through the drafter"),
+            ("real tokens", percent(run.pooled("padding_efficiency")), "of all padded tokens"),
+        ]
+    return tiles(pairs)
+
+
+def _missing(run: History) -> Html:
+    return element("ul", *(element("li", note) for note in run.notes)) if run.notes else Html("")
+
+
+def _loss(run: History) -> Html:
+    return _plots(
+        (
+            plots.loss(run),
+            "Loss",
+            "Grey: every step. Line: smoothed over 4 % of the run. Dotted uprights: resumed here.",
+        ),
+        (
+            plots.loss_by_bucket(run),
+            "Loss by length bucket",
+            "Smoothed; bucket 0 holds the shortest samples. Each bucket's own loss, whatever its share of the step.",
+        ),
+    )
+
+
+def _acceptance(run: History) -> Html:
+    return _plots(
+        (
+            plots.acceptance(run, decoded_tau(run)),
+            "Acceptance length τ",
+            "Tokens per target pass, bonus included. Training counts blocks at random anchors; decoding serves.",
+        ),
+        (
+            plots.slots_now(run),
+            "By slot, last tenth of the run",
+            "Accuracy counts a slot whatever came before it; acceptance only where all earlier slots were accepted.",
+        ),
+        (plots.slots_over_time(run), "Slot accuracy over time", "Slot 1 is the first draft after the anchor."),
+    )
+
+
+def _evaluation(run: History) -> Html:
+    if not run.evaluations:
+        return Html("")
+    names = [name for name in _scalar_names(run.evaluations) if name != "step"]
+    columns = ("", *(f"step {entry.get('step', '?')}" for entry in run.evaluations))
+    rows = [(name, *(_cell(_dig(entry, name)) for entry in run.evaluations)) for name in names]
+    return table(columns, rows)
+
+
+def _data(run: History) -> Html:
+    buckets = run.numbers("samples/bucket_{bucket}")
+    if not buckets:
+        return Html("")
+    spans, late = run.spans, plots.last_tenth(run)
+
+    def total(name: str) -> float:
+        return float(np.sum(run.counts(name) * spans))
+
+    samples, tokens = total("window/samples") or math.nan, total("window/real_tokens") or math.nan
+    edges = run.header.get("bucket_edges") or []
+    rows = [
+        (
+            f"bucket {b}" + (f" (≤ {edges[b]} tokens)" if b < len(edges) else ""),
+            short(total(f"samples/bucket_{b}")),
+            percent(total(f"samples/bucket_{b}") / samples),
+            percent(total(f"real_tokens/bucket_{b}") / tokens),
+            percent(run.pooled(f"weight_share/bucket_{b}") * _present(run, f"weight_share/bucket_{b}")),
+            short(_over(total(f"real_tokens/bucket_{b}"), total(f"samples/bucket_{b}"))),
+            percent(_over(total(f"real_tokens/bucket_{b}"), total(f"padded_tokens/bucket_{b}"))),
+            percent(_steps_with(run, b)),
+            f"{run.pooled(f'loss/bucket_{b}', late):.3f}",
+        )
+        for b in buckets
+    ]
+    columns = ("", "samples", "of samples", "of real tokens", "of loss weight", "mean length", "real of padded")
+    head = tiles(
+        (
+            ("samples trained", short(samples), "all epochs"),
+            ("real tokens", short(tokens), "all epochs"),
+            ("mean length", short(_over(tokens, samples)), "tokens"),
+            ("epochs", short(float(run.epochs[-1]) + 1), "begun"),
+        )
+    )
+    return joined(
+        (
+            head,
+            table((*columns, "in steps", "loss, last tenth"), rows),
+            _plots(
+                (
+                    plots.mix(run, "samples/bucket_{}", "share of samples", "mix-samples"),
+                    "Which lengths trained when",
+                    "Share of each length bucket in the samples of a step. Level bands: every step saw every length.",
+                ),
+                (
+                    plots.lengths(run),
+                    "Sample length",
+                    "Mean (line; grey: every step) and longest sample of each optimizer step.",
+                ),
+            ),
+        )
+    )
+
+
+def _plan(run: History) -> Html:
+    plan = run.settings.get("plan") or {}
+    facts = [(key, str(plan[key])) for key in ("strategy", "schedule", "token_budget", "accumulate") if key in plan]
+    if run.steps.size:
+        facts += [
+            ("samples a step", f"{run.pooled('window/samples'):.1f}"),
+            ("micro-batches a step", f"{run.pooled('window/micro_batches'):.1f}"),
+            ("distinct buckets a step", f"{run.pooled('window/buckets'):.2f}"),
+            ("samples a micro-batch", f"{run.pooled('window/samples_per_micro_batch'):.1f}"),
+            ("real of padded tokens", percent(run.pooled("padding_efficiency"))),
+        ]
+    drawn = _plots((plots.padding(run), "Padding", "Real tokens / padded tokens of the target's batches, smoothed."))
+    return joined((table(("", ""), facts), drawn)) if facts else drawn
+
+
+def _gradient(run: History) -> tuple[str | None, str, str]:
+    clipped, skipped = run.pooled("gradient/clipped"), run.pooled("gradient/skipped")
+    return (
+        plots.gradient(run),
+        "Gradient norm",
+        f"Before clipping. {percent(clipped)} of the steps were clipped, {percent(skipped)} skipped (×).",
+    )
+
+
+def _stages(run: History) -> Html:
+    names = sorted({name.split("/")[1] for name in run.values if name.startswith("stage/")})
+    caption = "Share of the stage's time: busy, starved (waits for work), blocked (waits for room to put it)."
+    drawn = [(plots.stage(run, name), f"Stage: {name}", caption) for name in names]
+    return _plots(
+        *drawn,
+        (
+            plots.speed(run, "real_tokens_per_s", "tokens/s"),
+            "Real tokens a second",
+            "Through the target, padding excluded.",
+        ),
+        (
+            plots.speed(run, "draft_positions_per_s", "positions/s"),
+            "Draft positions a second",
+            "Anchors × block size: the drafter's work, which tokens alone do not show.",
+        ),
+    )
+
+
+def _events(run: History) -> Html:
+    rows = [(f"step {start}", "started" if not start else "resumed", "") for start in run.starts]
+    rows += [
+        (f"step {event.step}", event.event, "; ".join(f"{key}: {value}" for key, value in event.fields.items()))
+        for event in run.events
+    ]
+    rows.sort(key=lambda row: int(row[0].split()[1]))
+    if len(rows) > 200:
+        rows = [*rows[:100], ("…", f"{len(rows) - 200} more", ""), *rows[-100:]]
+    return table(("", "event", "details"), rows) if rows else Html("")
+
+
+def decoded_tau(run: History) -> list[tuple[int, float]]:
+    """(step, τ) of each evaluation that says both."""
+    found = []
+    for entry in run.evaluations:
+        tau = next((entry[key] for key in ("tau_micro", "tau") if isinstance(entry.get(key), (int, float))), None)
+        if tau is not None and isinstance(entry.get("step"), int):
+            found.append((entry["step"], float(tau)))
+    return found
+
+
+def _plots(*drawn: tuple[str | None, str, str]) -> Html:
+    figures = [figure(svg, title, caption) for svg, title, caption in drawn if svg is not None]
+    return element("div", *figures, class_="plots") if figures else Html("")
+
+
+def _details(title: str, value: dict[str, Any]) -> Html:
+    return element("details", element("summary", title), nested(value)) if value else Html("")
+
+
+def _scalar_names(entries: list[dict[str, Any]], prefix: str = "") -> list[str]:
+    """Dotted names of plain values in any entry, in the order in which they appear."""
+    names: dict[str, None] = {}
+    for entry in entries:
+        for key, value in entry.items():
+            if isinstance(value, dict):
+                names |= dict.fromkeys(_scalar_names([value], f"{prefix}{key}."))
+            elif not isinstance(value, list):
+                names[f"{prefix}{key}"] = None
+    return list(names)
+
+
+def _dig(entry: dict[str, Any], name: str) -> Any:
+    value: Any = entry
+    for key in name.split("."):
+        value = value.get(key) if isinstance(value, dict) else None
+    return value
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, bool) or value is None:
+        return {True: "yes", False: "no", None: "–"}[value]
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _steps_with(run: History, bucket: int) -> float:
+    """Share of the lines in which a bucket was trained."""
+    return float(np.mean(run.counts(f"micro_batches/bucket_{bucket}") > 0)) if run.steps.size else math.nan
+
+
+def _present(run: History, name: str) -> float:
+    """Share of the whole weight that the lines with this name carry: turns a mean where present into a share of all."""
+    weights, whole = run.weights.get(name), run.weights.get("loss")
+    return (
+        _over(float(np.nansum(weights)), float(np.nansum(whole))) if weights is not None and whole is not None else 1.0
+    )
+
+
+def _over(numerator: float, denominator: float) -> float:
+    return numerator / denominator if denominator else math.nan
+
+
+def _fixed(value: float) -> str:
+    return f"{value:.2f}" if math.isfinite(value) else "–"
