@@ -32,6 +32,7 @@ TALK = [
     {"role": "user", "content": "What is `json.dumps` for?"},
     {"role": "assistant", "content": "It writes JSON text."},
 ]
+LONG = [TALK[0], {"role": "assistant", "content": "x" * 9000}]
 
 
 def prepare_only(make_run: MakeRun, tmp_path: Path, data: Path, **changes: object) -> Path:

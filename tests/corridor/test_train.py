@@ -19,7 +19,6 @@ from safetensors.torch import load_file
 from paceline.checkpoint import store
 from paceline.cli import main
 
-
 MakeRun = Callable[..., Path]
 
 
