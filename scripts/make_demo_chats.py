@@ -46,7 +46,7 @@ TRAINING_SHARES = {
 """Share of each kind of chat among the training prompts."""
 
 SAMPLED_SHARE = 0.3
-MAX_NEW_TOKENS = 640
+MAX_NEW_TOKENS = 512
 MAX_CONTEXT_TOKENS = 1536
 SMALLEST_MARGIN = 1e-3
 """Evaluation rows with a closer choice between two tokens are left out: rounding could turn it on another machine."""
@@ -90,7 +90,7 @@ def answered(
     rows: list[dict[str, Any]], sampling: Sampling, generate: TargetGenerator, tokenizer: PreTrainedTokenizerBase
 ) -> list[dict[str, Any]]:
     """The rows with the target's answers; cut and ambiguous ones left out and counted in the log."""
-    settings = RegenerateSettings(sampling, batch_size=32, max_context_tokens=MAX_CONTEXT_TOKENS)
+    settings = RegenerateSettings(sampling, batch_size=64, max_context_tokens=MAX_CONTEXT_TOKENS)
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "chats.jsonl"
         report = regenerate(by_length(rows), generate, tokenizer, settings, output)
@@ -164,7 +164,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", type=Path, required=True, help="folder of the demo target")
     parser.add_argument("--out", type=Path, required=True, help="folder to write the files to")
-    parser.add_argument("--rows", type=int, default=2400, help="training prompts asked")
+    parser.add_argument("--rows", type=int, default=2200, help="training prompts asked")
     parser.add_argument("--held-out-rows", type=int, default=96, help="evaluation prompts asked")
     parser.add_argument("--temperature", type=float, default=0.7, help="of the sampled training rows")
     parser.add_argument("--threads", type=int, default=1)

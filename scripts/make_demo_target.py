@@ -78,16 +78,16 @@ def train_tokenizer(texts: Sequence[str]) -> PreTrainedTokenizerFast:
     )
 
 
-def tokenize(tokenizer: PreTrainedTokenizerFast, chats: Sequence[demo_text.Chat]) -> list[Row]:
-    """Each chat through the chat template; chats over `MAX_TOKENS` are left out."""
-    rows: list[Row] = []
+def tokenize(tokenizer: PreTrainedTokenizerFast, chats: Sequence[demo_text.Chat]) -> list[Row | None]:
+    """Each chat through the chat template; None for a chat over `MAX_TOKENS`."""
+    rows: list[Row | None] = []
     for chat in chats:
         messages = [{"role": role, "content": content} for role, content in chat.messages]
         made = tokenizer.apply_chat_template(
             messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
         )
-        if len(made["input_ids"]) <= MAX_TOKENS:
-            rows.append((list(made["input_ids"]), [bool(flag) for flag in made["assistant_masks"]]))
+        ids, answer = list(made["input_ids"]), [bool(flag) for flag in made["assistant_masks"]]
+        rows.append((ids, answer) if len(ids) <= MAX_TOKENS else None)
     return rows
 
 
@@ -279,8 +279,8 @@ def main() -> None:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(options.start)
         earlier = json.loads((options.start / "TRAINING.json").read_text(encoding="utf-8"))
     steps_before = earlier["steps"] if earlier else 0
-    shown = [chat for chat in training for _ in range(REPEATS.get(chat.tags[0], 1))]
-    rows = tokenize(tokenizer, shown)
+    once = list(zip(training, tokenize(tokenizer, training), strict=True))
+    rows = [row for chat, row in once for _ in range(REPEATS.get(chat.tags[0], 1)) if row]
     held_out = [chat for chat in chats if chat.held_out]
     log.info("%d rows and %d tokens an epoch", len(rows), sum(len(ids) for ids, _ in rows))
     model = (
@@ -292,6 +292,8 @@ def main() -> None:
     train(model, rows, options.steps, options.batch_tokens, rates, options.seed + steps_before)
     save(model, tokenizer, options.out)
     measured = by_tag(held_out, options.measured_per_tag, options.seed)
+    tagged = [(chat.tags[0], row) for chat, row in zip(measured, tokenize(tokenizer, measured), strict=True) if row]
+    measured_rows = [row for _, row in tagged]
     stored = Qwen3ForCausalLM.from_pretrained(options.out)
     report = {
         "commands": [*(earlier["commands"] if earlier else []), command(options)],
@@ -303,13 +305,13 @@ def main() -> None:
         "steps": options.steps + steps_before,
         "wall_s": round(time.monotonic() - started) + (earlier["wall_s"] if earlier else 0),
         "held_out_documents": sorted({chat.document for chat in held_out}),
-        "held_out_chats_measured": len(measured),
+        "held_out_chats_measured": len(measured_rows),
         "loss_unit": "nats per token",
-        "target": held_out_loss(stored, tokenize(tokenizer, measured)),
-        "bigram": bigram_loss(tokenize(tokenizer, training), tokenize(tokenizer, measured)),
+        "target": held_out_loss(stored, measured_rows),
+        "bigram": bigram_loss([row for _, row in once if row], measured_rows),
         "target_by_tag": {
-            tag: held_out_loss(stored, tokenize(tokenizer, [chat for chat in measured if chat.tags[0] == tag]))
-            for tag in sorted({chat.tags[0] for chat in measured})
+            tag: held_out_loss(stored, [row for other, row in tagged if other == tag])
+            for tag in sorted({tag for tag, _ in tagged})
         },
     }
     (options.out / "TRAINING.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Batched generation: padding changes nothing; sampling follows the right distribution, keyed by the prompt.
+"""Batched generation: padding changes nothing; sampling follows the right distribution, keyed by the prompt."""
 
 from __future__ import annotations
 
