@@ -1,0 +1,89 @@
+"""The command line's frame: help without torch, misuse in one line."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+
+import pytest
+
+from paceline.cli import COMMANDS, frame, main
+from paceline.errors import ConfigError, StageError
+
+
+@pytest.mark.parametrize("command", [None, *COMMANDS])
+def test_help_names_an_example_and_imports_no_torch(command: str | None) -> None:
+    words = ["--help"] if command is None else [command, "--help"]
+    script = (
+        "import sys\n"
+        "from paceline.cli import main\n"
+        "try:\n"
+        f"    code = main({words!r})\n"
+        "except SystemExit as done:\n"
+        "    code = done.code\n"
+        "assert not code, code\n"
+        "heavy = {'torch', 'transformers', 'datasets', 'matplotlib'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert ("paceline " + command if command else "commands:") in done.stdout
+
+
+def test_every_command_has_a_module_with_run() -> None:
+    for command in COMMANDS:
+        assert callable(importlib.import_module(f"paceline.cli.{command}").run)
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "says"),
+    [
+        ([], 2, ""),
+        (["trian"], 2, "trian: unknown command; did you mean train?"),
+        (["train", "a.yaml", "--optimizer.lr"], 2, "--optimizer.lr: no value given"),
+        (["train", "a.yaml", "--sed", "1"], 2, "--sed: unknown flag; did you mean seed?"),
+        (["train", "a.yaml", "b.yaml"], 2, "b.yaml: unexpected argument"),
+        (["train", "nowhere.yaml"], 2, "nowhere.yaml: no such settings file"),
+        (["report", "x", "--seed", "1"], 2, "--seed: unknown flag; see `paceline report --help`"),
+    ],
+)
+def test_misuse_is_one_line_and_exit_code_2(
+    words: list[str], code: int, says: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == code
+    assert says in capfd.readouterr().err
+
+
+def test_faults_and_interrupts_become_lines_and_exit_codes(capfd: pytest.CaptureFixture[str]) -> None:
+    def two_faults(_: object) -> int:
+        raise ConfigError("a.yaml:1: [first] fault", "a.yaml:2: second fault")
+
+    def failed(_: object) -> int:
+        raise StageError("stage target 0 failed")
+
+    def interrupted(_: object) -> int:
+        raise KeyboardInterrupt
+
+    assert frame.guarded(two_faults, []) == 2
+    assert frame.guarded(failed, []) == 1
+    assert frame.guarded(interrupted, []) == 130
+    lines = capfd.readouterr().err.splitlines()
+    assert lines[:3] == [
+        "error: a.yaml:1: [first] fault",
+        "error: a.yaml:2: second fault",
+        "error: stage target 0 failed",
+    ]
+    assert lines[3].startswith("interrupted")
+
+
+def test_errors_pickle_with_their_faults() -> None:
+    import pickle
+
+    from paceline import errors
+
+    for name in dir(errors):
+        kind = getattr(errors, name)
+        if isinstance(kind, type) and issubclass(kind, errors.PacelineError):
+            again = pickle.loads(pickle.dumps(kind("a", "b")))
+            assert type(again) is kind and again.faults == ("a", "b") and again.exit_code == kind.exit_code
