@@ -100,7 +100,8 @@ class DrafterSpec:
         odd = sorted(set(values) ^ known)
         if odd:
             raise DrafterError(f"drafter spec: keys missing or unknown: {', '.join(odd)}; write it with to_dict")
-        return DrafterSpec(**{name: tuple(v) if isinstance(v, list) else v for name, v in values.items()})
+        arguments: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
+        return DrafterSpec(**arguments)
 
 
 def derive_spec(
