@@ -143,7 +143,7 @@ def check_generation_tags(conversation: Conversation, renderer: Renderer, encode
     """Compare the supervised text with what the template's own generation tags enclose.
 
     Both must agree on every answer of the conversation that the history keeps, up to the end token and whitespace,
-    which some templates leave outside their tags.
+    which some templates leave outside their tags, and the turn's header, which some have inside.
 
     Raises:
         DataError: they disagree; names the row, and shows both.
@@ -156,9 +156,12 @@ def check_generation_tags(conversation: Conversation, renderer: Renderer, encode
             break
     else:
         return
-    for turn in kept:
+    before = renderer.texts(conversation, [turn.place for turn in kept], variables, generation=False)
+    for turn, history in zip(kept, before, strict=True):
         start, end = len(turn.prompt) + turn.lead, len(turn.prompt) + len(turn.answer)
-        inside = [text[max(a, start - 1) : b] for a, b in tagged if a < end and b > start]
+        # Tags may open at the turn's header, which the generation prompt holds, and no earlier.
+        header = len(history) if turn.prompt.startswith(history) else start
+        inside = [text[a if a < header else max(a, start) : b] for a, b in tagged if a < end and b > start]
         ours = _bare(text[start:end], encoder)
         theirs = _bare("".join(inside), encoder)
         if ours != theirs:
@@ -267,11 +270,9 @@ def _tokenise(turn: _Turn, encoder: Encoder, memory: dict[str, list[int]]) -> No
             raise SetAside("border", f"turn {turn.place}: the answer cannot be split from its prompt in tokens")
     turn.ids = ids
     turn.start = border
-    if turn.lead:
-        until = encoder.encode(turn.prompt + turn.answer[: turn.lead], memory)
-        same = next((k for k, (a, b) in enumerate(zip(until, ids, strict=False)) if a != b), len(until))
-        # A token that reaches over the end of the lead belongs to it: the target never had the choice.
-        turn.start = max(border, same if same == len(until) else same + 1)
+    # A token that reaches over the end of the lead belongs to it: the target never had the choice.
+    while turn.lead and turn.start < len(ids) and len(encoder.decode(ids[border : turn.start])) < turn.lead:
+        turn.start += 1
 
 
 def _is_prefix(turn: _Turn, last: _Turn) -> bool:

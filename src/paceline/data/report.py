@@ -35,8 +35,8 @@ REASONS = {
 
 NOTES = {
     "cut": "cut at data.max_length",
-    "history_rewritten": "the template rewrites earlier turns: one sample for each turn that it changes",
-    "only_last_supervised": "the template rewrites earlier turns: only what fits the last sample is supervised",
+    "history_rewritten": "earlier turns are served otherwise later on: a sample of its own for each that changes",
+    "only_last_supervised": "earlier turns are served otherwise later on: only what fits the last sample is supervised",
     "empty_thought": "the template wrote empty think tags that no generation prompt has; they are not supervised",
     "merged_border": "a token would reach from the prompt into the answer; split as a server splits it",
     "closing_is_no_end_token": "turns close with a token that is no end token of the target",
