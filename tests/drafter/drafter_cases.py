@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 
-from paceline.contracts import FeatureBatch, HostBatch, PlannedBatch
+from paceline.config import DrafterConfig, ObjectiveConfig, OptimizerConfig
+from paceline.contracts import FeatureBatch, HostBatch, PlannedBatch, StepReport
 from paceline.drafter.anchors import sample_anchors
+from paceline.drafter.learner import Learner
 from paceline.drafter.spec import DrafterSpec
 
 
 def small_spec(**changes) -> DrafterSpec:
-    values = dict(
+    small = DrafterSpec(
         num_layers=2, block_size=4, hidden_size=16, intermediate_size=24, num_attention_heads=4,
         num_key_value_heads=2, head_dim=6, layers=("full", "full"), causal=(False, False), sliding_window=None,
         rope_theta=1e4, rms_norm_eps=1e-6, vocab_size=50, mask_token_id=49, taps=(1, 3), num_target_layers=6,
         initializer_range=0.3, bos_token_id=1, eos_token_ids=(2,), pad_token_id=0,
     )  # fmt: skip
-    return DrafterSpec(**{**values, **changes})
+    return replace(small, **changes)
 
 
 KINDS = [
@@ -92,3 +96,28 @@ def pick(batch: FeatureBatch, rows, index=0) -> FeatureBatch:
     )  # fmt: skip
     last = batch.last_hidden[tokens] if batch.last_hidden is not None else None
     return FeatureBatch(part, batch.features[tokens], last)
+
+
+def make_learner(spec: DrafterSpec, *, dtype="float32", total_steps=50, seed=0, **sections) -> Learner:
+    """A learner on random frozen tensors; `sections` are keyword dicts: drafter, objective, optimizer."""
+    embedding, head = frozen(spec)
+    drafter = {"num_layers": spec.num_layers, "block_size": spec.block_size, "dtype": dtype}
+    return Learner(
+        spec,
+        embedding=embedding,
+        head=head,
+        drafter=DrafterConfig(**{**drafter, **sections.get("drafter", {})}),
+        objective=ObjectiveConfig(**sections.get("objective", {})),
+        optimizer=OptimizerConfig(**{"lr": 1e-2, **sections.get("optimizer", {})}),
+        total_steps=total_steps,
+        seed=seed,
+    )
+
+
+def close_window(learner: Learner, step: int = 1) -> StepReport:
+    return learner.step(step=step, epoch=0, window=step - 1, seconds=0.5, waits_s={})
+
+
+def gradient_of(learner: Learner) -> dict[str, torch.Tensor]:
+    """Undivided gradients of the open window."""
+    return {name: p.grad.clone() for name, p in learner.network.named_parameters() if p.grad is not None}
