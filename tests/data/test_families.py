@@ -114,6 +114,12 @@ CASES = {
     "empty think tags that no prompt has": Case(
         families.NO_SWITCH, chat(turn(U, "Hi"), turn(A, "Hello.")), [["Hello.<|im_end|>"]], {"empty_thought"}
     ),
+    "empty think tags before a call": Case(
+        families.NO_SWITCH,
+        chat(turn(U, "Hi"), turn(A, "", tool_calls=CALL)),
+        [['<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call><|im_end|>']],
+        {"empty_thought"},
+    ),
     "opened thought, raw": Case(
         families.ALWAYS_THINKS,
         chat(turn(U, "Hi"), turn(A, "<think>\ngreet\n</think>\n\nHello.")),

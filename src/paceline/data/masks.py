@@ -203,14 +203,19 @@ def _served_turn(message: Mapping[str, Any], place: int, pairs: Sequence[tuple[s
         return _raw_turn(message, place, pairs[0], encoder)
     prompt, whole = max(fitting, key=lambda pair: len(pair[0]))
     answer, notes = _until_end(whole[len(prompt) :], encoder)
-    lead = 0
-    thought = None if message.get("reasoning_content") else _EMPTY_THOUGHT.match(answer)
+    lead = _empty_thought(message, answer)
+    return _Turn(place, prompt, answer, lead, (*notes, "empty_thought") if lead else notes)
+
+
+def _empty_thought(message: Mapping[str, Any], answer: str) -> int:
+    """Characters of think tags before the answer that the template wrote and no one thought; they are not learned."""
     content = message.get("content")
-    if thought and isinstance(content, str) and not content.lstrip().startswith(thought.group().strip()):
-        # The template wrote think tags that the target was not asked for; they are no part of the answer.
-        lead = thought.end()
-        notes += ("empty_thought",)
-    return _Turn(place, prompt, answer, lead, notes)
+    found = None if message.get("reasoning_content") else _EMPTY_THOUGHT.match(answer)
+    if found is None or not isinstance(content, str):
+        return 0
+    own = content.strip()
+    follows = answer.startswith(own, found.end()) if own else bool(message.get("tool_calls"))
+    return found.end() if follows else 0
 
 
 def _raw_turn(message: Mapping[str, Any], place: int, pair: tuple[str, str], encoder: Encoder) -> _Turn:
