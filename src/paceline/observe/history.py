@@ -129,14 +129,14 @@ def _assemble(
     headers = [line for line in lines if isinstance(line, HeaderLine)]
     steps = [line for line in lines if isinstance(line, StepLine)]
     formats = {line.format for line in headers}
-    if lines and not headers:
+    if steps and not headers:
         notes.append(f"{METRICS_FILE} has no header line: what was planned is unknown")
     if formats - {FORMAT}:
         notes.append(
             f"{METRICS_FILE} has format {', '.join(map(str, sorted(formats)))}, this version writes {FORMAT}: "
             "metrics that were renamed in between are missing here"
         )
-    if lines and not steps:
+    if (run_dir / METRICS_FILE).is_file() and not steps:
         notes.append(f"{METRICS_FILE} has no optimizer step yet")
     return History(
         run_dir=run_dir,

@@ -133,7 +133,7 @@ ul.findings b{display:inline-block;margin-right:.5rem}
 .tiles dt{color:var(--muted);font-size:.8rem}
 .tiles dd{margin:0;font-size:1.4rem;font-weight:600}
 .tiles small{display:block;font-size:.75rem;font-weight:400;color:var(--muted)}
-.plots{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,27rem),1fr));gap:1rem}
+.plots{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,27rem),1fr));gap:1rem}
 figure{margin:0;background:var(--card);border:1px solid var(--grid);border-radius:6px;padding:.8rem;min-width:0}
 figcaption{font-size:.8rem;color:var(--muted);margin-top:.4rem}
 svg.plot{display:block;width:100%;height:auto;overflow:visible}

@@ -64,7 +64,10 @@ def bucket_colour(number: int) -> str:
 def drawing(height: float = 2.5, width: float = 5.0) -> Generator[tuple[Figure, Axes]]:
     """A figure with one set of axes in the house style; sizes in inches of 72 px."""
     with matplotlib.rc_context(_STYLE):
-        figure = Figure(figsize=(width, height), layout="constrained")
+        figure = Figure(figsize=(width, height))
+        # Fixed margins, in inches: room for tick labels and for the names at the right edge. Fitting them takes as long
+        # as the drawing itself, and the browser's font is another one anyway.
+        figure.subplots_adjust(left=0.62 / width, right=1 - 0.85 / width, bottom=0.42 / height, top=1 - 0.08 / height)
         yield figure, figure.add_subplot()
 
 

@@ -33,10 +33,8 @@ class WandbSink:
                 "observe.wandb is on, its package is missing; pip install 'paceline[wandb]' or set observe.wandb: off"
             ) from fault
         settings = context.settings
-        if settings.wandb == "online" and not wandb.Api().api_key:
-            raise TrackerError(
-                "observe.wandb = online needs a key; run `wandb login`, or set observe.wandb: offline and sync later"
-            )
+        if settings.wandb == "online":
+            _need_key()
         folder = context.run_dir / "wandb"
         folder.mkdir(parents=True, exist_ok=True)
         self._run = wandb.init(
@@ -73,6 +71,20 @@ class WandbSink:
     def close(self, status: str) -> None:
         """Finish the W&B run; anything but ``finished`` is marked as failed."""
         self._run.finish(exit_code=0 if status == "finished" else 1)
+
+
+def _need_key() -> None:
+    """W&B would ask on the terminal for a missing key; a run that waits for an answer is a run that hangs."""
+    import wandb
+
+    try:
+        known = bool(wandb.Api().api_key)
+    except wandb.errors.UsageError:
+        known = False
+    if not known:
+        raise TrackerError(
+            "observe.wandb = online needs a key; run `wandb login`, or set observe.wandb: offline and sync later"
+        )
 
 
 def _run_id(path: Path) -> str:

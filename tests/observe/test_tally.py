@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from observe.step_reports import random_samples, report_of
+from paceline.contracts import Ratio
+from paceline.errors import MetricError
+from paceline.observe.catalogue import find
+from paceline.observe.tally import Tally
+
+
+def test_a_line_over_many_steps_equals_a_recount_of_all_samples():
+    rng = np.random.default_rng(1)
+    steps = [random_samples(rng, count=int(rng.integers(3, 20))) for _ in range(7)]
+    tally = Tally()
+    for number, samples in enumerate(steps, 1):
+        tally.add(report_of(number, samples, seconds=float(number)))
+    values, weights = tally.values()
+    everything = [sample for samples in steps for sample in samples]
+    anchors = sum(s.anchors for s in everything)
+    assert values["loss"] == pytest.approx(sum(s.loss * s.anchors for s in everything) / anchors)
+    assert weights["loss"] == anchors
+    for bucket in range(4):
+        mine = [s for s in everything if s.bucket == bucket]
+        own = sum(s.anchors for s in mine)
+        assert values[f"loss/bucket_{bucket}"] == pytest.approx(sum(s.loss * s.anchors for s in mine) / own)
+        assert values[f"samples/bucket_{bucket}"] == pytest.approx(len(mine) / 7)
+        present = sum(s.anchors for samples in steps if any(s.bucket == bucket for s in samples) for s in samples)
+        assert values[f"weight_share/bucket_{bucket}"] == pytest.approx(own / present)
+    tokens = sum(s.length for s in everything)
+    assert values["window/mean_length"] == pytest.approx(tokens / len(everything))
+    assert values["window/max_length"] == max(s.length for s in everything)
+    assert values["real_tokens_per_s"] == pytest.approx(tokens / sum(range(1, 8)))
+    assert values["draft_positions_per_s"] == pytest.approx(anchors * 4 / sum(range(1, 8)))
+    assert values["window/buckets"] == pytest.approx(np.mean([len({s.bucket for s in samples}) for samples in steps]))
+    padded = sum(
+        max(s.length for s in samples if s.bucket == b) * sum(s.bucket == b for s in samples)
+        for samples in steps
+        for b in {s.bucket for s in samples}
+    )
+    assert values["padding_efficiency"] == pytest.approx(tokens / padded)
+
+
+def test_tau_is_one_plus_the_mean_streak_of_blocks_not_of_steps():
+    rng = np.random.default_rng(2)
+    tally = Tally()
+    tally.add(report_of(1, random_samples(rng), ratios={"acceptance/streak": Ratio(4.0, 1.0)}))
+    tally.add(report_of(2, random_samples(rng), ratios={"acceptance/streak": Ratio(0.0, 3.0)}))
+    assert tally.values()[0]["tau"] == 2.0
+
+
+def test_all_names_of_a_step_are_in_the_catalogue():
+    tally = Tally()
+    tally.add(report_of(1, random_samples(np.random.default_rng(3)), ratios={"tree/streak_16": Ratio(5, 2)}))
+    values, _ = tally.values()
+    for name in values:
+        find(name)
+    assert values["tree/tau_16"] == 3.5
+
+
+def test_an_unknown_ratio_cannot_be_logged():
+    with pytest.raises(MetricError, match="accuracy/first"):
+        Tally().add(report_of(1, random_samples(np.random.default_rng(3)), ratios={"accuracy/first": Ratio(1, 1)}))
+
+
+def test_a_counted_metric_cannot_be_set():
+    with pytest.raises(MetricError, match="loss: reduces as ratio"):
+        Tally().gauge("loss", 1.0)
+
+
+def test_a_skipped_step_leaves_the_gradient_norm_alone():
+    samples = random_samples(np.random.default_rng(4))
+    tally = Tally()
+    tally.add(report_of(1, samples, gradient_norm=2.0))
+    tally.add(report_of(2, samples, gradient_norm=math.inf, skipped=True))
+    values, _ = tally.values()
+    assert (values["gradient/norm"], values["gradient/norm_max"], values["gradient/skipped"]) == (2.0, 2.0, 0.5)
+
+
+def test_stage_shares_sum_to_one_with_one_worker_and_with_three():
+    samples = random_samples(np.random.default_rng(5))
+    one, three = Tally(), Tally()
+    one.add(report_of(1, samples, seconds=2.0, waits_s={"target/starved": 0.5, "target/blocked": 0.5}))
+    three.add(
+        report_of(1, samples, seconds=2.0, waits_s={"target/busy": 4.5, "target/starved": 1.0, "target/blocked": 0.5})
+    )
+    assert one.values()[0]["stage/target/busy"] == 0.5
+    shares = three.values()[0]
+    assert shares["stage/target/busy"] == 0.75
+    assert sum(shares[f"stage/target/{state}"] for state in ("busy", "starved", "blocked")) == pytest.approx(1.0)
+
+
+def test_a_tiny_share_of_wall_time_is_a_share_of_the_step():
+    tally = Tally()
+    waits = {"drafter/busy": 0.5}
+    tally.add(report_of(1, random_samples(np.random.default_rng(6)), seconds=2.0, waits_s=waits))
+    assert tally.values()[0]["stage/drafter/busy"] == 0.25

@@ -1,0 +1,135 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from observe.step_reports import random_samples, report_of
+from observe.wandb_file import history, records
+from paceline.config import ObserveConfig
+from paceline.errors import TrackerError
+from paceline.observe.lines import EventLine, StepLine, read_lines
+from paceline.observe.observer import open_observer
+
+SAMPLES = random_samples(np.random.default_rng(0))
+
+
+@pytest.fixture(autouse=True)
+def no_network(monkeypatch, tmp_path):
+    """Whatever would connect goes to a port where nobody listens, and no key is known."""
+    for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path / "config"))
+    monkeypatch.setenv("WANDB_CACHE_DIR", str(tmp_path / "cache"))
+
+
+def train(run_dir: Path, steps: range, first_step: int = 0, **changes) -> None:
+    settings = ObserveConfig(console="quiet", wandb="offline", wandb_project="drafts", **changes)
+    header = {"target": "small", "versions": {"torch": "2"}}
+    observer = open_observer(settings, run_dir, total_steps=steps[-1], header=header, first_step=first_step)
+    for step in steps:
+        observer.step(report_of(step, SAMPLES))
+    observer.event("checkpoint", path=Path("checkpoints/step-00000003"))
+    observer.close("finished")
+
+
+def run_files(run_dir: Path) -> list[Path]:
+    return sorted(run_dir.glob("wandb/offline-run-*/*.wandb"))
+
+
+def test_an_offline_run_holds_every_step_and_resumes_under_one_id(tmp_path):
+    run_dir = tmp_path / "first"
+    train(run_dir, range(1, 6))
+    train(run_dir, range(4, 9), first_step=3)
+    first, second = run_files(run_dir)
+    lines = [line for line in read_lines(run_dir / "metrics.jsonl")[0] if isinstance(line, StepLine)]
+    by_step = {line.step: line.values for line in lines}
+    for path, steps in ((first, range(1, 6)), (second, range(4, 9))):
+        rows = [row for row in history(path) if "step" in row]
+        assert [row["step"] for row in rows] == list(steps)
+        for row in rows:
+            expected = {
+                k: v for k, v in by_step[row["step"]].items() if v is not None and not k.startswith("progress/")
+            }
+            assert {k: row[k] for k in expected} == pytest.approx(expected)
+    runs = [next(r.run for r in records(path) if r.WhichOneof("record_type") == "run") for path in (first, second)]
+    assert runs[0].run_id == runs[1].run_id and runs[0].project == "drafts" and runs[0].display_name == "first"
+    config = {item.key: json.loads(item.value_json) for item in runs[0].config.update}
+    assert config["target"] == "small" and config["versions"] == {"torch": "2"}
+    metrics = [r.metric for r in records(first) if r.WhichOneof("record_type") == "metric"]
+    assert any(m.glob_name == "*" and m.step_metric == "step" for m in metrics)
+    assert not [
+        e for e in read_lines(run_dir / "metrics.jsonl")[0] if isinstance(e, EventLine) and e.event == "warning"
+    ]
+
+
+def test_online_without_a_key_is_refused_before_any_work(tmp_path):
+    with pytest.raises(TrackerError, match=r"observe.wandb = online needs a key; run `wandb login`"):
+        open_observer(ObserveConfig(console="quiet", wandb="online"), tmp_path / "run", total_steps=1, header={})
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_online_without_network_is_refused_before_any_work(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    settings = ObserveConfig(console="quiet", wandb="online", mirror_start_limit_s=3.0)
+    with pytest.raises(TrackerError, match=r"^wandb (cannot start|did not start within 3 s)"):
+        open_observer(settings, tmp_path / "run", total_steps=1, header={})
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_a_missing_package_is_refused_before_any_work(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(
+        TrackerError, match=r"its package is missing; pip install 'paceline\[wandb\]' or set observe.wandb"
+    ):
+        open_observer(ObserveConfig(console="quiet", wandb="offline"), tmp_path / "run", total_steps=1, header={})
+
+
+def test_a_frozen_wandb_service_never_holds_up_the_run(tmp_path):
+    program = f"""
+import os, signal, time
+from pathlib import Path
+import numpy as np
+from observe.step_reports import random_samples, report_of
+from paceline.config import ObserveConfig
+from paceline.observe.observer import open_observer
+settings = ObserveConfig(
+    console="quiet", wandb="offline", mirror_queue_lines=8, mirror_close_limit_s=1.0, mirror_start_limit_s=60.0
+)
+observer = open_observer(settings, Path({str(tmp_path / "run")!r}), total_steps=400, header={{}})
+mine = ["--pid", str(os.getpid())]
+services = [
+    int(path.parent.name)
+    for path in Path("/proc").glob("[0-9]*/cmdline")
+    if "wandb-core" in (words := path.read_text().split(chr(0)))[0] and words[3:5] == mine
+]
+for service in services:
+    os.kill(service, signal.SIGSTOP)
+samples = random_samples(np.random.default_rng(0))
+for step in range(1, 401):
+    observer.step(report_of(step, samples))
+observer.close()
+print("closed", len(services), flush=True)
+os.kill(services[0], signal.SIGKILL)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=100,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
+    )
+    assert done.stdout.strip() == "closed 1", done.stderr
+    assert done.returncode == 0, done.stderr
+    lines = read_lines(tmp_path / "run" / "metrics.jsonl")[0]
+    assert sum(isinstance(line, StepLine) for line in lines) == 400
