@@ -1,6 +1,7 @@
 """Ask the demo target for the demo's chats: `chats.jsonl` to train a drafter on, `heldout.jsonl` to evaluate it on.
 
-    python scripts/make_demo_chats.py --target src/paceline/assets/demo/target --out src/paceline/assets/demo
+    demo=src/paceline/assets/demo
+    python scripts/make_demo_chats.py --target $demo/target --out $demo --work runs/demo-chats
 
 Prompts come from `demo_text.py`: training prompts from the documents that the target was trained on, evaluation
 prompts from the held-out ones, so the two files share no document. Answers are the target's own: greedy for
@@ -16,11 +17,10 @@ import json
 import logging
 import random
 import shlex
-import tempfile
 import time
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,24 +36,38 @@ log = logging.getLogger("make_demo_chats")
 
 TRAINING_SHARES = {
     "class": 0.17,
-    "code": 0.15,
+    "code": 0.17,
     "docs": 0.16,
-    "library": 0.16,
+    "library": 0.1,
     "overview": 0.08,
-    "reference": 0.16,
-    "small-talk": 0.12,
+    "reference": 0.17,
+    "small-talk": 0.15,
 }
 """Share of each kind of chat among the training prompts."""
 
-SAMPLED_SHARE = 0.3
-MAX_NEW_TOKENS = 512
+ANSWER_LIMITS = {
+    "class": 320,
+    "code": 160,
+    "docs": 96,
+    "library": 192,
+    "overview": 448,
+    "reference": 208,
+    "small-talk": 64,
+}
+"""Limit of one answer in tokens, by kind: room for all but the longest proper answers, little for endless ones."""
+
+SAMPLED_KINDS = frozenset({"code", "docs", "reference", "small-talk"})
+SAMPLED_TENTHS = 4
+"""Of ten training prompts of the sampled kinds, so many are answered by sampling; the prompt's id decides."""
+
 MAX_CONTEXT_TOKENS = 1536
+BATCH_SIZE = 96
 SMALLEST_MARGIN = 1e-3
 """Evaluation rows with a closer choice between two tokens are left out: rounding could turn it on another machine."""
 
 
 def prompts(chats: Sequence[demo_text.Chat], wanted: dict[str, int], seed: int) -> list[dict[str, Any]]:
-    """Prompt rows drawn from chats: so many of each kind, without repeats, shuffled.
+    """Prompt rows drawn from chats: so many of each kind, without repeats; more of a kind adds to fewer.
 
     A row is `messages` (questions only), `tags`, `document` and `reference`: the answers of the text itself.
     """
@@ -67,8 +81,8 @@ def prompts(chats: Sequence[demo_text.Chat], wanted: dict[str, int], seed: int) 
     chosen = []
     for kind, count in wanted.items():
         rows = list(kinds[kind].values())
-        chosen += rng.sample(rows, min(count, len(rows)))
-    rng.shuffle(chosen)
+        rng.shuffle(rows)
+        chosen += rows[:count]
     return chosen
 
 
@@ -87,16 +101,37 @@ def gives_back(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 def answered(
-    rows: list[dict[str, Any]], sampling: Sampling, generate: TargetGenerator, tokenizer: PreTrainedTokenizerBase
+    rows: list[dict[str, Any]],
+    temperature: float,
+    seed: int,
+    work: Path,
+    generate: TargetGenerator,
+    tokenizer: PreTrainedTokenizerBase,
 ) -> list[dict[str, Any]]:
-    """The rows with the target's answers; cut and ambiguous ones left out and counted in the log."""
-    settings = RegenerateSettings(sampling, batch_size=64, max_context_tokens=MAX_CONTEXT_TOKENS)
-    with tempfile.TemporaryDirectory() as folder:
-        output = Path(folder) / "chats.jsonl"
-        report = regenerate(by_length(rows), generate, tokenizer, settings, output)
+    """The rows with the target's answers, kind by kind; cut and ambiguous ones left out and counted in the log.
+
+    Args:
+        rows: prompts.
+        temperature: 0 for greedy answers.
+        seed: of the sampling.
+        work: folder where answers are kept, so that a run which was ended, or one with more rows, goes on from them.
+        generate: the target.
+        tokenizer: its tokenizer.
+    """
+    kept = []
+    for kind, limit in ANSWER_LIMITS.items():
+        asked = [row for row in rows if row["tags"][0] == kind]
+        if not asked:
+            continue
+        sampling = Sampling(limit, temperature=temperature, seed=seed)
+        settings = RegenerateSettings(sampling, batch_size=BATCH_SIZE, max_context_tokens=MAX_CONTEXT_TOKENS)
+        output = work / f"{kind}-{temperature}.jsonl"
+        report = regenerate(by_length(asked), generate, tokenizer, settings, output)
         made = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
-    kept = [row for row in made if gives_back(row, tokenizer)]
-    log.info("%s: %s, %d ambiguous", sampling, report, len(made) - len(kept))
+        wanted = {prompt_id(row["messages"]) for row in asked}
+        whole = [row for row in made if row["id"] in wanted and gives_back(row, tokenizer)]
+        log.info("%s at %s: %s, %d of %d kept", kind, temperature, report, len(whole), len(asked))
+        kept += whole
     return kept
 
 
@@ -154,9 +189,11 @@ def lengths(rows: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase) -> d
 
 def command(options: argparse.Namespace) -> str:
     """The command line that repeats this run, every option written out but the folders."""
-    chosen = {name: value for name, value in vars(options).items() if name not in ("target", "out")}
+    chosen = {name: value for name, value in vars(options).items() if name not in ("target", "out", "work")}
     flags = [word for name, value in chosen.items() for word in (f"--{name.replace('_', '-')}", str(value))]
-    return shlex.join(["python", "scripts/make_demo_chats.py", "--target", "FOLDER", "--out", "FOLDER", *flags])
+    return shlex.join(
+        ["python", "scripts/make_demo_chats.py", "--target", "FOLDER", "--out", "FOLDER", "--work", "FOLDER", *flags]
+    )
 
 
 def main() -> None:
@@ -164,7 +201,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", type=Path, required=True, help="folder of the demo target")
     parser.add_argument("--out", type=Path, required=True, help="folder to write the files to")
-    parser.add_argument("--rows", type=int, default=2200, help="training prompts asked")
+    parser.add_argument("--work", type=Path, required=True, help="folder for answers under way")
+    parser.add_argument("--rows", type=int, default=1800, help="training prompts asked")
     parser.add_argument("--held-out-rows", type=int, default=96, help="evaluation prompts asked")
     parser.add_argument("--temperature", type=float, default=0.7, help="of the sampled training rows")
     parser.add_argument("--threads", type=int, default=1)
@@ -177,26 +215,28 @@ def main() -> None:
     model = AutoModelForCausalLM.from_pretrained(options.target, dtype=torch.float32).eval()
     generate = TargetGenerator(model, tokenizer.pad_token_id, [tokenizer.eos_token_id])
     chats = demo_text.chats(options.seed)
-    greedy = Sampling(MAX_NEW_TOKENS, seed=options.seed)
-    sampled = Sampling(MAX_NEW_TOKENS, temperature=options.temperature, seed=options.seed)
-    wanted = {tag: round(options.rows * share) for tag, share in TRAINING_SHARES.items()}
-    asked = prompts([chat for chat in chats if not chat.held_out], wanted, options.seed)
-    split = round(len(asked) * SAMPLED_SHARE)
-    even = {tag: -(-options.held_out_rows // len(TRAINING_SHARES)) for tag in TRAINING_SHARES}
-    held_out = prompts([chat for chat in chats if chat.held_out], even, options.seed)[: options.held_out_rows]
-    evaluation = answered(held_out, greedy, generate, tokenizer)
+    ask = partial(answered, seed=options.seed, generate=generate, tokenizer=tokenizer)
+    even = dict.fromkeys(TRAINING_SHARES, -(-options.held_out_rows // len(TRAINING_SHARES)))
+    held_out = prompts([chat for chat in chats if chat.held_out], even, options.seed)
+    evaluation = ask(held_out, 0.0, work=options.work / "heldout")
     evaluation = [row for row in evaluation if smallest_margin(row, model, tokenizer) > SMALLEST_MARGIN]
     write(options.out / "heldout.jsonl", evaluation, options.seed)
-    training = answered(asked[:split], sampled, generate, tokenizer) + answered(
-        asked[split:], greedy, generate, tokenizer
-    )
+    log.info("%d evaluation rows", len(evaluation))
+    wanted = {tag: round(options.rows * share) for tag, share in TRAINING_SHARES.items()}
+    training = []
+    groups: dict[float, list[dict[str, Any]]] = {0.0: [], options.temperature: []}
+    for row in prompts([chat for chat in chats if not chat.held_out], wanted, options.seed):
+        drawn = int(prompt_id(row["messages"]), 16) % 10 < SAMPLED_TENTHS
+        sampled = drawn and row["tags"][0] in SAMPLED_KINDS
+        groups[options.temperature if sampled else 0.0].append(row)
+    for temperature, rows in groups.items():
+        training += ask(rows, temperature, work=options.work / "chats")
     for row in training:
         del row["reference"]
     write(options.out / "chats.jsonl", training, options.seed)
     report = {
         "command": command(options),
         "wall_s": round(time.monotonic() - started),
-        "sampling": [asdict(greedy), asdict(sampled)],
         "training_rows": len(training),
         "training_rows_by_tag": dict(sorted(Counter(row["tags"][0] for row in training).items())),
         "training_rows_sampled": sum(row["sampling"]["temperature"] > 0 for row in training),
