@@ -146,7 +146,7 @@ def test_folder_appears_whole_and_an_older_one_survives_a_failure(tmp_path, make
     spec = make_spec()
     write_zlab(tmp_path / "drafter", spec, make_state(spec), dtype="float32")
 
-    def fail(folder) -> None:
+    def fail(folder, stored) -> None:
         assert (folder / "model.safetensors").is_file()
         raise RuntimeError("disk full")
 

@@ -156,7 +156,7 @@ def write_speculators(
     dtype: str = "bfloat16",
     *,
     shard_bytes: int = SHARD_BYTES,
-    extras: Callable[[Path], None] | None = None,
+    extras: Callable[[Path, Mapping[str, Tensor]], None] | None = None,
 ) -> dict[str, Tensor]:
     """Write a speculators folder; it appears whole or not at all. Arguments and faults as for `write_zlab`.
 
@@ -171,7 +171,7 @@ def write_speculators(
         write_config(aside, config)
         write_weights(aside, stored, shard_bytes)
         if extras is not None:
-            extras(aside)
+            extras(aside, stored)
     return stored
 
 

@@ -111,7 +111,7 @@ def write_zlab(
     dtype: str = "bfloat16",
     *,
     shard_bytes: int = SHARD_BYTES,
-    extras: Callable[[Path], None] | None = None,
+    extras: Callable[[Path, Mapping[str, Tensor]], None] | None = None,
 ) -> dict[str, Tensor]:
     """Write a z-lab folder; it appears whole or not at all.
 
@@ -122,7 +122,7 @@ def write_zlab(
         facts: the target, to refuse a drafter that does not fit it.
         dtype: ``bfloat16`` or ``float32``.
         shard_bytes: tensors that take more are spread over several files.
-        extras: called with the unfinished folder, to add files (model card, golden tensors).
+        extras: called with the unfinished folder and the tensors as stored, to add files (model card, golden tensors).
 
     Returns:
         The tensors as stored.
@@ -139,7 +139,7 @@ def write_zlab(
         write_config(aside, config)
         write_weights(aside, stored, shard_bytes)
         if extras is not None:
-            extras(aside)
+            extras(aside, stored)
     return stored
 
 
