@@ -22,24 +22,35 @@ class Collecting:
     def __init__(self) -> None:
         self.lines: list = []
         self.status = ""
+        self.thread = ""
+        self.abandoned = False
+
+    def start(self) -> None:
         self.thread = threading.current_thread().name
 
     def write(self, line) -> None:
         self.lines.append(line)
+
+    def abandon(self) -> None:
+        self.abandoned = True
 
     def close(self, status) -> None:
         self.status = status
 
 
 class Blocking(Collecting):
-    """A sink that hangs at its first line until it is let go."""
+    """A sink that hangs at its first line until it is abandoned."""
 
     def __init__(self) -> None:
         super().__init__()
         self.released = threading.Event()
 
     def write(self, line) -> None:
-        self.released.wait(60)
+        assert self.released.wait(60)
+
+    def abandon(self) -> None:
+        super().abandon()
+        self.released.set()
 
 
 class Failing(Collecting):
@@ -58,7 +69,7 @@ def open_quietly(run_dir, *, settings=QUIET, total_steps=10, first_step=0, heade
         total_steps=total_steps,
         header=header or {},
         first_step=first_step,
-        sinks={name: (lambda context, sink=sink: sink) for name, sink in sinks.items()},
+        sinks=sinks,
     )
 
 
@@ -130,19 +141,12 @@ def test_gauges_go_out_with_the_next_line(tmp_path):
 
 
 def test_a_mirror_gets_every_line_on_a_thread_of_its_own(tmp_path):
-    made = []
-    observer = open_observer(
-        ObserveConfig(console="quiet"),
-        tmp_path,
-        total_steps=3,
-        header={},
-        sinks={"mine": lambda context: made.append(Collecting()) or made[0]},
-    )
+    sink = Collecting()
+    observer = open_quietly(tmp_path, settings=ObserveConfig(console="quiet"), mine=sink)
     for step in range(1, 4):
         observer.step(report_of(step, SAMPLES))
     observer.event("checkpoint", step=3)
     observer.close("stopped")
-    (sink,) = made
     assert sink.thread == "observe-mine" and sink.status == "stopped"
     assert [line.step for line in sink.lines] == [1, 2, 3, 3]
 
@@ -153,7 +157,7 @@ def test_a_mirror_that_blocks_forever_costs_one_warning(tmp_path):
     for step in range(1, 41):
         observer.step(report_of(step, SAMPLES))
     observer.close()
-    sink.released.set()
+    assert sink.abandoned
     assert [line.step for line in lines_of(tmp_path, StepLine)] == list(range(1, 41))
     (warning,) = events_of(tmp_path, "warning")
     assert "slow does not keep up" in warning.fields["text"]
@@ -190,26 +194,26 @@ def test_a_mirror_that_fails_when_it_closes_costs_a_warning(tmp_path):
 
 
 def test_a_mirror_that_cannot_start_stops_the_run_before_anything_is_written(tmp_path):
-    def refuse(context):
-        raise ConnectionRefusedError("no route")
+    class Refusing(Collecting):
+        def start(self):
+            raise ConnectionRefusedError("no route")
 
-    earlier = Collecting()
+    earlier, refusing = Collecting(), Refusing()
     with pytest.raises(TrackerError, match=r"tracker cannot start .ConnectionRefusedError: no route.; correct that"):
-        open_observer(
-            QUIET, tmp_path, total_steps=1, header={}, sinks={"first": lambda context: earlier, "tracker": refuse}
-        )
+        open_quietly(tmp_path, first=earlier, tracker=refusing)
     assert list(tmp_path.iterdir()) == []
-    assert earlier.status == "failed: the run did not start"
+    assert earlier.status == "failed: the run did not start" and refusing.abandoned
 
 
 def test_a_mirror_that_hangs_at_the_start_is_refused_in_time(tmp_path):
-    release = threading.Event()
+    class Hanging(Blocking):
+        def start(self):
+            self.write(None)
+
+    hanging = Hanging()
     with pytest.raises(TrackerError, match=r"tracker did not start within 0.3 s"):
-        open_observer(
-            QUIET, tmp_path, total_steps=1, header={}, sinks={"tracker": lambda context: release.wait(60) and None}
-        )
-    release.set()
-    assert list(tmp_path.iterdir()) == []
+        open_quietly(tmp_path, tracker=hanging)
+    assert list(tmp_path.iterdir()) == [] and hanging.abandoned
 
 
 def test_a_foreign_metrics_file_is_refused(tmp_path):

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import json
 import os
+import select
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -87,49 +89,85 @@ def test_online_without_network_is_refused_before_any_work(tmp_path, monkeypatch
 
 
 def test_a_missing_package_is_refused_before_any_work(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", None)
+    (tmp_path / "shadow").mkdir()
+    (tmp_path / "shadow" / "wandb.py").write_text("raise ImportError('No module named wandb')")
+    monkeypatch.syspath_prepend(tmp_path / "shadow")
     with pytest.raises(
-        TrackerError, match=r"its package is missing; pip install 'paceline\[wandb\]' or set observe.wandb"
+        TrackerError, match=r"^observe.wandb is on, its package is missing; pip install 'paceline\[wandb\]'"
     ):
         open_observer(ObserveConfig(console="quiet", wandb="offline"), tmp_path / "run", total_steps=1, header={})
 
 
-def test_a_frozen_wandb_service_never_holds_up_the_run(tmp_path):
-    program = f"""
-import os, signal, time
+PROGRAM = """
+import os, select, signal, sys
 from pathlib import Path
 import numpy as np
 from observe.step_reports import random_samples, report_of
 from paceline.config import ObserveConfig
 from paceline.observe.observer import open_observer
-settings = ObserveConfig(
-    console="quiet", wandb="offline", mirror_queue_lines=8, mirror_close_limit_s=1.0, mirror_start_limit_s=60.0
-)
-observer = open_observer(settings, Path({str(tmp_path / "run")!r}), total_steps=400, header={{}})
-mine = ["--pid", str(os.getpid())]
-services = [
-    int(path.parent.name)
-    for path in Path("/proc").glob("[0-9]*/cmdline")
-    if "wandb-core" in (words := path.read_text().split(chr(0)))[0] and words[3:5] == mine
-]
-for service in services:
-    os.kill(service, signal.SIGSTOP)
+
+settings = ObserveConfig(console="quiet", wandb="offline", mirror_queue_lines=8, mirror_close_limit_s=1.0)
+observer = open_observer(settings, Path(sys.argv[1]), total_steps=400, header={})
+words = {p: p.read_text().split(chr(0)) for p in Path("/proc").glob("[0-9]*/cmdline")}
+child = str(observer._mirrors[0]._sink._process.pid)
+services = [int(p.parent.name) for p, w in words.items() if "wandb-core" in w[0] and w[3:5] == ["--pid", child]]
+assert len(services) == 1, services
 samples = random_samples(np.random.default_rng(0))
-for step in range(1, 401):
-    observer.step(report_of(step, samples))
-observer.close()
-print("closed", len(services), flush=True)
-os.kill(services[0], signal.SIGKILL)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program],
+
+
+def run_program(run_dir: Path, rest: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", PROGRAM + rest, str(run_dir)],
         capture_output=True,
         text=True,
         check=False,
-        timeout=100,
+        timeout=60,
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
     )
-    assert done.stdout.strip() == "closed 1", done.stderr
-    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("frozen", ["services[0]", "int(child)"])
+def test_a_frozen_mirror_never_holds_up_the_run_or_the_end_of_the_program(tmp_path, frozen):
+    done = run_program(
+        tmp_path / "run",
+        f"""
+os.kill({frozen}, signal.SIGSTOP)
+for step in range(1, 401):
+    observer.step(report_of(step, samples))
+observer.close()
+os.kill(services[0], signal.SIGKILL)
+print("closed")
+""",
+    )
+    assert (done.returncode, done.stdout) == (0, "closed\n"), done.stderr
+    assert "wandb does not keep up" in done.stderr
     lines = read_lines(tmp_path / "run" / "metrics.jsonl")[0]
     assert sum(isinstance(line, StepLine) for line in lines) == 400
+
+
+def test_a_killed_run_leaves_a_mirror_that_can_be_read(tmp_path):
+    done = run_program(
+        tmp_path / "run",
+        """
+for step in range(1, 4):
+    observer.step(report_of(step, samples))
+for _ in range(200):
+    if not observer._mirrors[0]._lines:
+        break
+    select.select([], [], [], 0.05)
+select.select([], [], [], 0.2)  # the last line has left the queue; now it is in the pipe
+print(child)
+sys.stdout.flush()
+os.kill(os.getpid(), signal.SIGKILL)
+""",
+    )
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    child = int(done.stdout)
+    for _ in range(200):
+        if not Path(f"/proc/{child}").exists():
+            break
+        select.select([], [], [], 0.05)
+    (path,) = run_files(tmp_path / "run")
+    assert [row["step"] for row in history(path) if "step" in row] == [1, 2, 3]
+    assert [r.exit.exit_code for r in records(path) if r.WhichOneof("record_type") == "exit"] == [1]

@@ -78,6 +78,11 @@ _STEP = msgspec.json.Decoder(StepLine)
 _PLACE = msgspec.json.Decoder(_Place)
 
 
+def encode(message: msgspec.Struct) -> bytes:
+    """One line of JSON without its newline; not-a-number becomes null."""
+    return _ENCODER.encode(message)
+
+
 class MetricsFile:
     """Appends lines to a metrics file.
 
@@ -110,7 +115,7 @@ class MetricsFile:
         Raises:
             RunDirectoryError: disk full, or the directory is gone.
         """
-        data = _ENCODER.encode(line) + b"\n"
+        data = encode(line) + b"\n"
         try:
             while data:
                 data = data[os.write(self._descriptor, data) :]

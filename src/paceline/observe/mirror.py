@@ -18,7 +18,11 @@ Warn = Callable[[str], None]
 
 
 class Sink(Protocol):
-    """Where lines go. All calls come from one thread, the one that started it."""
+    """Where lines go. All calls but `abandon` come from the mirror's thread."""
+
+    def start(self) -> None:
+        """Get ready, or raise; a `TrackerError` is shown as it is."""
+        ...
 
     def write(self, line: StepLine | EventLine) -> None:
         """Take one line."""
@@ -28,25 +32,28 @@ class Sink(Protocol):
         """No more lines; ``status`` is how the run ended."""
         ...
 
+    def abandon(self) -> None:
+        """The sink hangs and is left behind: let go of whatever would keep the program from ending."""
+        ...
+
 
 class Mirror:
     """Runs one sink on a daemon thread.
 
     Args:
         name: for warnings.
-        start: opens the sink; called on the mirror's thread.
+        sink: where lines go.
         queue_lines: lines waiting at most.
-        start_limit_s: seconds that ``start`` may take.
+        start_limit_s: seconds that the sink may take to start.
         warn: hears the one warning, from any thread.
 
     Raises:
-        TrackerError: ``start`` failed or took too long.
+        TrackerError: the sink failed to start or took too long.
     """
 
-    def __init__(
-        self, name: str, start: Callable[[], Sink], *, queue_lines: int, start_limit_s: float, warn: Warn
-    ) -> None:
+    def __init__(self, name: str, sink: Sink, *, queue_lines: int, start_limit_s: float, warn: Warn) -> None:
         self.name = name
+        self._sink = sink
         self.dropped = 0
         self.failed = False
         self._warn = warn
@@ -57,14 +64,16 @@ class Mirror:
         self._wake = threading.Condition()
         self._started = threading.Event()
         self._fault: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, args=(start,), name=f"observe-{name}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"observe-{name}", daemon=True)
         self._thread.start()
         if not self._started.wait(start_limit_s):
+            sink.abandon()
             raise TrackerError(
                 f"{name} did not start within {start_limit_s:g} s; switch it off in `observe` or raise "
                 "observe.mirror_start_limit_s"
             )
         if self._fault is not None:
+            sink.abandon()
             if isinstance(self._fault, TrackerError):
                 raise self._fault
             raise TrackerError(
@@ -100,10 +109,12 @@ class Mirror:
         self._thread.join(limit_s)
         if self._thread.is_alive():
             self._warn_once(f"{self.name} did not finish within {limit_s:g} s and is left behind")
+            self._sink.abandon()
 
-    def _run(self, start: Callable[[], Sink]) -> None:
+    def _run(self) -> None:
+        sink = self._sink
         try:
-            sink = start()
+            sink.start()
         except BaseException as fault:  # noqa: BLE001 - a sink's SDK may raise anything, SystemExit too
             self._fault = fault
             self._started.set()
@@ -118,6 +129,7 @@ class Mirror:
                 self.failed = True
                 self.dropped += len(self._lines) + 1
                 self._lines.clear()
+            sink.abandon()
             self._warn_once(f"{self.name} failed and is dropped ({_one_line(fault)}); metrics.jsonl goes on")
 
     def _next(self) -> StepLine | EventLine | None:

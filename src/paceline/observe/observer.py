@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,8 @@ from paceline.errors import PacelineError, TrackerError
 from paceline.observe.console import View, open_view
 from paceline.observe.lines import FORMAT, METRICS_FILE, EventLine, HeaderLine, MetricsFile, StepLine
 from paceline.observe.mirror import Mirror, Sink
-from paceline.observe.sinks import SINKS, SinkContext, wanted
+from paceline.observe.sinks import SinkContext, wanted
+from paceline.observe.sinks.isolated import IsolatedSink
 from paceline.observe.tally import Tally
 
 _SPEED_MEMORY = 0.9
@@ -31,7 +32,7 @@ def open_observer(
     header: dict[str, Any],
     first_step: int = 0,
     console: Console | None = None,
-    sinks: Mapping[str, Callable[[SinkContext], Sink]] | None = None,
+    sinks: Mapping[str, Sink] | None = None,
 ) -> Observer:
     """Start everything that listens to a run. Nothing is written before every mirror has started.
 
@@ -43,7 +44,7 @@ def open_observer(
             gives the epoch coverage, ``bucket_edges`` (longest length of each bucket) names the buckets in the report.
         first_step: step of the checkpoint that the run goes on from; later lines of metrics.jsonl are cut off.
         console: where progress goes; standard error if unset.
-        sinks: mirrors by name, opened on top of those that the settings ask for.
+        sinks: further mirrors by name, beside those that the settings ask for.
 
     Raises:
         TrackerError: a mirror cannot start.
@@ -51,12 +52,13 @@ def open_observer(
     """
     console = console or Console(stderr=True, highlight=False, soft_wrap=True)
     context = SinkContext(settings=settings, run_dir=run_dir, header=header, first_step=first_step)
-    asked = {name: SINKS[name] for name in wanted(settings)} | dict(sinks or {})
     observer = Observer(settings, run_dir, total_steps=total_steps, header=header, first_step=first_step)
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        for name, opener in asked.items():
-            observer._add_mirror(name, opener, context)
+        for name in wanted(settings):
+            observer._add_mirror(name, IsolatedSink(name, context))
+        for name, sink in (sinks or {}).items():
+            observer._add_mirror(name, sink)
         observer._begin(console)
     except OSError as fault:
         observer._abandon()
@@ -163,12 +165,12 @@ class Observer:
             self._file.close()
             self._file = None
 
-    def _add_mirror(self, name: str, opener: Callable[[SinkContext], Sink], context: SinkContext) -> None:
+    def _add_mirror(self, name: str, sink: Sink) -> None:
         settings = self._settings
         self._mirrors.append(
             Mirror(
                 name,
-                lambda: opener(context),
+                sink,
                 queue_lines=settings.mirror_queue_lines,
                 start_limit_s=settings.mirror_start_limit_s,
                 warn=self.warn,

@@ -1,14 +1,15 @@
-"""Mirrors by name: each entry opens one sink, importing its package only then."""
+"""Mirrors by name. Each backend runs in a process of its own (`isolated`), which imports its package only there."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import importlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from paceline.config import ObserveConfig
-from paceline.observe.mirror import Sink
+from paceline.observe.lines import EventLine, StepLine
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,13 +29,33 @@ class SinkContext:
     first_step: int
 
 
-def _wandb(context: SinkContext) -> Sink:
-    from paceline.observe.sinks.wandb_sink import WandbSink
+class Backend(Protocol):
+    """What a tracker's package is wrapped in; made, used and closed on one thread of one process."""
 
-    return WandbSink(context)
+    def write(self, line: StepLine | EventLine) -> None:
+        """Take one line."""
+        ...
+
+    def close(self, status: str) -> None:
+        """No more lines; ``status`` is how the run ended."""
+        ...
 
 
-SINKS: dict[str, Callable[[SinkContext], Sink]] = {"wandb": _wandb}
+BACKENDS: dict[str, str] = {
+    "wandb": "paceline.observe.sinks.wandb_run",
+    "tensorboard": "paceline.observe.sinks.tensorboard_events",
+    "trackio": "paceline.observe.sinks.trackio_run",
+}
+"""Module by name; its ``start(context)`` opens the backend."""
+
+
+def open_backend(name: str, context: SinkContext) -> Backend:
+    """Start a backend in this process.
+
+    Raises:
+        TrackerError: it says itself why it cannot start; other exceptions are its package's.
+    """
+    return importlib.import_module(BACKENDS[name]).start(context)
 
 
 def wanted(settings: ObserveConfig) -> list[str]:

@@ -15,7 +15,12 @@ if TYPE_CHECKING:
     from paceline.observe.sinks import SinkContext
 
 
-class WandbSink:
+def start(context: SinkContext) -> WandbRun:
+    """Open the mirror."""
+    return WandbRun(context)
+
+
+class WandbRun:
     """One W&B run whose x axis is the optimizer step; metrics are grouped by the part of their name before the slash.
 
     Args:
