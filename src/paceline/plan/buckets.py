@@ -5,10 +5,13 @@ Shape letters: E entries, M micro-batches, K buckets.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 
 from paceline.config.plan import PlanConfig
 from paceline.errors import PlanError
+from paceline.plan.edges import best_edges_of_histogram
 from paceline.plan.intake import Entries
 from paceline.plan.limits import Limits
 
@@ -32,10 +35,15 @@ def bucket_edges(entries: Entries, settings: PlanConfig) -> np.ndarray:
         needed = int(np.searchsorted(settings.edges, longest)) + 1
         return np.array(settings.edges[:needed], np.int64)
     if settings.edges == "optimal":
-        from paceline.plan.edges import best_edges
-
-        return best_edges(entries.lengths, Limits.of(settings), settings.num_buckets).edges
+        best = _best(entries.histogram.tobytes(), Limits.of(settings), settings.num_buckets)
+        return np.array(best, np.int64)
     return even_edges(entries.histogram, settings.width_multiple, settings.num_buckets)
+
+
+@lru_cache(maxsize=16)
+def _best(histogram: bytes, limits: Limits, num_buckets: int) -> tuple[int, ...]:
+    # Kept between epochs: the search costs a second, the epochs' histograms are mostly the same.
+    return tuple(best_edges_of_histogram(np.frombuffer(histogram, np.int64), limits, num_buckets).edges.tolist())
 
 
 def even_edges(histogram: np.ndarray, width_multiple: int, num_buckets: int) -> np.ndarray:

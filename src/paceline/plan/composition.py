@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from paceline.plan.intake import Entries
 from paceline.plan.keys import index_dtype
 from paceline.plan.limits import Limits
 
@@ -127,6 +128,34 @@ def cut_sequence(widths: np.ndarray, limits: Limits, drafts: np.ndarray | None) 
         held += 1
     offsets.append(len(widths))
     return np.array(offsets, np.int64)
+
+
+def cut_and_compose(order: np.ndarray, entries: Entries, limits: Limits) -> Composition:
+    """Composition of entries in any order, cut greedily."""
+    widths = limits.widths(entries.lengths[order])
+    drafts = entries.drafts[order] if entries.drafts is not None else None
+    offsets = cut_sequence(widths, limits, drafts)
+    return composed(order, offsets.astype(index_dtype(len(order) + 1)), entries.lengths, limits)
+
+
+def cut_classes(
+    order: np.ndarray, bounds: np.ndarray, entries: Entries, limits: Limits, edges: np.ndarray
+) -> Composition:
+    """Composition of entries sorted by class, cut greedily inside each class; no batch holds two classes.
+
+    A batch belongs to the bucket of its longest entry.
+    """
+    widths = limits.widths(entries.lengths[order])
+    drafts = entries.drafts[order] if entries.drafts is not None else None
+    pieces = [np.zeros(1, np.int64)]
+    for start, stop in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
+        if stop > start:
+            part = drafts[start:stop] if drafts is not None else None
+            pieces.append(cut_sequence(widths[start:stop], limits, part)[1:] + start)
+    offsets = np.concatenate(pieces).astype(index_dtype(len(order) + 1))
+    longest = np.maximum.reduceat(entries.lengths[order], offsets[:-1])
+    bucket = np.searchsorted(edges, longest).astype(np.uint16)
+    return Composition(order, offsets, limits.widths(longest).astype(np.int32), bucket=bucket)
 
 
 def class_composition(

@@ -14,12 +14,14 @@ from functools import cached_property
 
 import numpy as np
 
-from paceline.config.plan import PlanConfig
+from paceline.config.plan import PlanConfig, Schedule
 from paceline.contracts import PlannedBatch
 from paceline.errors import PlanError
 from paceline.plan.buckets import bucket_edges, bucket_of
 from paceline.plan.composition import Composition
+from paceline.plan.evening import even_out
 from paceline.plan.intake import (
+    Entries,
     Groups,
     checked_eligible,
     checked_lengths,
@@ -205,20 +207,38 @@ def plan_epoch(
     Raises:
         PlanError: lengths, budgets, edges or weights that allow no plan; one line.
     """
-    if min(num_anchors, block_size, replicas) < 1 or min(seed, epoch) < 0:
-        raise PlanError(
-            f"num_anchors {num_anchors}, block_size {block_size} and replicas {replicas} must be at least 1, "
-            f"seed {seed} and epoch {epoch} at least 0"
-        )
-    lengths = checked_lengths(lengths)
-    eligible = None if eligible is None else checked_eligible(eligible, len(lengths))
-    request = _Request(lengths, eligible, settings, num_anchors, block_size, replicas, seed, groups)
-    if settings.leftover == "short":
-        return _plan_one(request, epoch, None)
-    plan = _plan_one(request, 0, None)
-    for number in range(1, epoch + 1):
-        plan = _plan_one(request, number, plan.carried_out)
-    return plan
+    request = _Request.of(lengths, eligible, settings, num_anchors, block_size, replicas, seed, groups)
+    return _plan(request, epoch, [settings.schedule])[0]
+
+
+def plan_schedules(
+    lengths: np.ndarray | Sequence[int],
+    eligible: np.ndarray | Sequence[int] | None,
+    settings: PlanConfig,
+    schedules: Sequence[Schedule],
+    *,
+    num_anchors: int,
+    block_size: int,
+    replicas: int = 1,
+    seed: int,
+    epoch: int,
+    groups: Groups | None = None,
+) -> list[EpochPlan]:
+    """As `plan_epoch` for several schedules of one composition, which is made once; one plan for each schedule."""
+    request = _Request.of(lengths, eligible, settings, num_anchors, block_size, replicas, seed, groups)
+    return _plan(request, epoch, schedules)
+
+
+def _plan(request: _Request, epoch: int, schedules: Sequence[Schedule]) -> list[EpochPlan]:
+    if epoch < 0:
+        raise PlanError(f"epoch {epoch} must be at least 0")
+    carried: np.ndarray | None = None
+    if request.settings.leftover == "carry":
+        for number in range(epoch):
+            composed = _compose_one(request, number, carried)
+            carried = rows_of(composed.composition, _carried(request, composed, number))
+    composed = _compose_one(request, epoch, carried)
+    return [_schedule_one(request, composed, epoch, carried, schedule) for schedule in schedules]
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,61 +252,133 @@ class _Request:
     seed: int
     groups: Groups | None
 
+    @classmethod
+    def of(
+        cls,
+        lengths: np.ndarray | Sequence[int],
+        eligible: np.ndarray | Sequence[int] | None,
+        settings: PlanConfig,
+        num_anchors: int,
+        block_size: int,
+        replicas: int,
+        seed: int,
+        groups: Groups | None,
+    ) -> _Request:
+        """A checked request."""
+        if min(num_anchors, block_size, replicas) < 1 or seed < 0:
+            raise PlanError(
+                f"num_anchors {num_anchors}, block_size {block_size} and replicas {replicas} must be at least 1, "
+                f"seed {seed} at least 0"
+            )
+        checked = checked_lengths(lengths)
+        counts = None if eligible is None else checked_eligible(eligible, len(checked))
+        return cls(checked, counts, settings, num_anchors, block_size, replicas, seed, groups)
 
-def _plan_one(request: _Request, epoch: int, carried: np.ndarray | None) -> EpochPlan:
-    settings, seed = request.settings, request.seed
+
+@dataclass(frozen=True, slots=True)
+class _Composed:
+    """Batches of an epoch: ``batches`` over the entries, ``composition`` the same over the rows."""
+
+    entries: Entries
+    edges: np.ndarray
+    batches: Composition
+    pool: Pool
+    leftover: np.ndarray
+
+    @property
+    def composition(self) -> Composition:
+        if self.entries.rows is None:
+            return self.batches
+        return replace(self.batches, order=self.entries.rows[self.batches.order])
+
+
+def _compose_one(request: _Request, epoch: int, carried: np.ndarray | None) -> _Composed:
+    settings = request.settings
     entries = enter(
         request.lengths,
         request.eligible,
         settings,
         num_anchors=request.num_anchors,
         block_size=request.block_size,
-        seed=seed,
+        seed=request.seed,
         epoch=epoch,
         groups=request.groups,
         carried=carried,
     )
-    limits = Limits.of(settings)
     edges = bucket_edges(entries, settings)
-    composition = STRATEGIES[settings.strategy](entries, limits, settings, stream(seed, epoch, Purpose.COMPOSE))
-    bucket = composition.bucket if composition.bucket is not None else bucket_of(composition.width, edges, limits)
-    window_size = settings.accumulate * request.replicas
-    length = batch_lengths(composition, entries.lengths)
-    ranking, leftover = split_leftover(
-        rank_batches(composition, bucket, length), window_size, stream(seed, epoch, Purpose.LEFTOVER)
-    )
-    pool = Pool(ranking, bucket, length, len(edges), settings.accumulate, request.replicas, epoch)
-    sequence = SCHEDULES[settings.schedule](pool, settings, stream(seed, epoch, Purpose.SCHEDULE))
-    if entries.rows is not None:
-        composition = replace(composition, order=entries.rows[composition.order])
-    carried_out = np.empty(0, np.int64)
+    bits = stream(request.seed, epoch, Purpose.COMPOSE)
+    batches = STRATEGIES[settings.strategy](entries, edges, Limits.of(settings), settings, bits)
+    batches, pool, leftover = _pooled(request, entries, batches, edges, epoch)
+    return _Composed(entries, edges, batches, pool, leftover)
+
+
+def _schedule_one(
+    request: _Request, composed: _Composed, epoch: int, carried: np.ndarray | None, schedule: Schedule
+) -> EpochPlan:
+    settings = request.settings
+    if schedule != settings.schedule:
+        settings = settings.model_copy(update={"schedule": schedule})
+    sequence = SCHEDULES[schedule](composed.pool, settings, stream(request.seed, epoch, Purpose.SCHEDULE))
+    composition, carried_out = composed.composition, np.empty(0, np.int64)
     if settings.leftover == "short":
-        sequence = np.concatenate([sequence, leftover])
-    elif not len(sequence):
-        raise PlanError(
-            f"the {composition.num_batches} micro-batches of epoch {epoch} fill no window of {window_size} "
-            "(accumulate × replicas); set plan.leftover: short, or lower plan.accumulate"
-        )
+        sequence = np.concatenate([sequence, composed.leftover])
     else:
-        carried_out = rows_of(composition, leftover)
+        carried_out = rows_of(composition, _carried(request, composed, epoch))
     return EpochPlan(
         settings=settings,
         num_anchors=request.num_anchors,
         block_size=request.block_size,
         replicas=request.replicas,
-        seed=seed,
+        seed=request.seed,
         epoch=epoch,
         lengths=request.lengths,
         eligible=request.eligible,
         composition=composition,
         sequence=sequence,
-        edges=edges,
-        bucket=bucket,
-        left_out=entries.left_out,
-        kept_over_length=entries.kept_over_length,
+        edges=composed.edges,
+        bucket=composed.pool.bucket,
+        left_out=composed.entries.left_out,
+        kept_over_length=composed.entries.kept_over_length,
         carried_in=np.empty(0, np.int64) if carried is None else carried,
         carried_out=carried_out,
     )
+
+
+def _carried(request: _Request, composed: _Composed, epoch: int) -> np.ndarray:
+    """The left-over batches, which the next epoch takes over."""
+    if not composed.pool.num_windows:
+        raise PlanError(
+            f"the {composed.batches.num_batches} micro-batches of epoch {epoch} fill no window of "
+            f"{composed.pool.window_size} (accumulate × replicas); set plan.leftover: short, or lower plan.accumulate"
+        )
+    return composed.leftover
+
+
+def _pooled(
+    request: _Request, entries: Entries, composition: Composition, edges: np.ndarray, epoch: int
+) -> tuple[Composition, Pool, np.ndarray]:
+    """What the schedule arranges, and the left-over batches; a short window is evened out between the replicas."""
+    settings, replicas = request.settings, request.replicas
+    limits = Limits.of(settings)
+
+    def buckets(of: Composition) -> np.ndarray:
+        return of.bucket if of.bucket is not None else bucket_of(of.width, edges, limits)
+
+    bucket, length = buckets(composition), batch_lengths(composition, entries.lengths)
+    ranking, leftover = split_leftover(
+        rank_batches(composition, bucket, length),
+        settings.accumulate * replicas,
+        stream(request.seed, epoch, Purpose.LEFTOVER),
+    )
+    evened = None
+    if settings.leftover == "short" and replicas > 1:
+        evened = even_out(composition, leftover, replicas, entries.lengths, limits)
+    if evened is not None:
+        composition, leftover = evened.composition, evened.leftover(leftover)
+        ranking = evened.first[ranking].astype(ranking.dtype)
+        bucket, length = buckets(composition), np.repeat(length, evened.pieces)
+    pool = Pool(ranking, bucket, length, len(edges), settings.accumulate, replicas, epoch)
+    return composition, pool, leftover
 
 
 def rows_of(composition: Composition, batches: np.ndarray) -> np.ndarray:

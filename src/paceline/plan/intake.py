@@ -56,6 +56,20 @@ class Entries:
         return len(self.lengths)
 
 
+def groups_of_labels(labels: np.ndarray | Sequence[str]) -> Groups:
+    """Groups from one name a row."""
+    names, codes = np.unique(np.asarray(labels, dtype=str), return_inverse=True)
+    return Groups(codes.astype(np.int32), names.tolist())
+
+
+def groups_of_tags(tags: Sequence[Sequence[str]], weights: dict[str, float]) -> Groups:
+    """Groups from several names a row (its tags and its source): a row belongs to the first that ``weights`` names."""
+    known = sorted({tag for row in tags for tag in row})
+    number = {name: place for place, name in enumerate(known)}
+    codes = [next((number[tag] for tag in row if tag in weights), len(known)) for row in tags]
+    return Groups(np.array(codes, np.int32), [*known, ""])
+
+
 def checked_lengths(lengths: np.ndarray | Sequence[int], name: str = "lengths") -> np.ndarray:
     """Lengths as an integer array [N], not copied when they already are one.
 

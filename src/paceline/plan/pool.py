@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from paceline.plan.composition import Composition
-from paceline.plan.keys import ascending, random_halves
+from paceline.plan.keys import ascending, class_order, random_halves
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +68,12 @@ def real_tokens(composition: Composition, lengths: np.ndarray) -> np.ndarray:
     """Sum of the lengths of each batch, int64 [M]."""
     ordered = lengths[composition.order]
     return np.add.reduceat(ordered, composition.offsets[:-1], dtype=np.int64)
+
+
+def bucket_queues(pool: Pool, bits: np.random.Philox) -> tuple[np.ndarray, np.ndarray]:
+    """The pool's batches by bucket, in random order inside each: ids [P] and bounds, int64 [num_buckets + 1]."""
+    order, bounds = class_order(pool.bucket[pool.ranking], pool.num_buckets, bits)
+    return pool.ranking[order], bounds
 
 
 def split_leftover(ranking: np.ndarray, window_size: int, bits: np.random.Philox) -> tuple[np.ndarray, np.ndarray]:

@@ -13,10 +13,15 @@ import numpy as np
 
 from paceline.config.plan import PlanConfig
 from paceline.plan.pool import Pool
-from paceline.plan.schedules import stratified
+from paceline.plan.schedules import curriculum, diverse, proportional, round_robin, shuffled, stratified
 
 Arrange = Callable[[Pool, PlanConfig, np.random.Philox], np.ndarray]
 
 SCHEDULES: dict[str, Arrange] = {
     "stratified": stratified.arrange,
+    "proportional": proportional.arrange,
+    "diverse": diverse.arrange,
+    "round_robin": round_robin.arrange,
+    "shuffled": shuffled.arrange,
+    "curriculum": curriculum.arrange,
 }

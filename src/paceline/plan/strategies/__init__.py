@@ -1,7 +1,7 @@
-"""Composition strategies, one a file: ``compose(entries, limits, settings, bits) -> Composition``.
+"""Composition strategies, one a file: ``compose(entries, edges, limits, settings, bits) -> Composition``.
 
-In: the entries of the epoch, the budgets, the planning settings, the bit generator keyed by (seed, epoch). Out: every
-entry in exactly one batch, no budget exceeded.
+In: the entries of the epoch, the buckets' upper ends, the budgets, the planning settings, the bit generator keyed by
+(seed, epoch). Out: every entry in exactly one batch, no budget exceeded, the same for the same arguments.
 """
 
 from __future__ import annotations
@@ -14,10 +14,17 @@ from paceline.config.plan import PlanConfig
 from paceline.plan.composition import Composition
 from paceline.plan.intake import Entries
 from paceline.plan.limits import Limits
-from paceline.plan.strategies import grid
+from paceline.plan.strategies import bucketed, grid, jittered, mixed, packed, shuffled, sorted, windowed
 
-Compose = Callable[[Entries, Limits, PlanConfig, np.random.Philox], Composition]
+Compose = Callable[[Entries, np.ndarray, Limits, PlanConfig, np.random.Philox], Composition]
 
 STRATEGIES: dict[str, Compose] = {
     "grid": grid.compose,
+    "sorted": sorted.compose,
+    "shuffled": shuffled.compose,
+    "jittered": jittered.compose,
+    "windowed": windowed.compose,
+    "bucketed": bucketed.compose,
+    "mixed": mixed.compose,
+    "packed": packed.compose,
 }

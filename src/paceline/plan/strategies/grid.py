@@ -17,7 +17,9 @@ from paceline.plan.keys import class_order
 from paceline.plan.limits import Limits
 
 
-def compose(entries: Entries, limits: Limits, settings: PlanConfig, bits: np.random.Philox) -> Composition:
+def compose(
+    entries: Entries, edges: np.ndarray, limits: Limits, settings: PlanConfig, bits: np.random.Philox
+) -> Composition:
     """Micro-batches of one epoch; see the registry for the signature."""
     q = limits.width_multiple
     classes = width_classes(entries.lengths, q, len(entries.histogram))

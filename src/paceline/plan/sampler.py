@@ -1,0 +1,135 @@
+"""The plan as a batch sampler: lists of row numbers, for a PyTorch ``DataLoader(batch_sampler=...)`` or plain numpy.
+
+No torch here: a DataLoader asks a batch sampler for nothing but ``__iter__`` and ``__len__``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from paceline.config.plan import PlanConfig
+from paceline.errors import PlanError
+from paceline.plan.epoch import EpochPlan, plan_epoch
+from paceline.plan.intake import Groups
+
+
+class PlanBatchSampler:
+    """Batches of one rank, epoch after epoch; every rank gets the same number of them.
+
+    Every rank plans the whole epoch (milliseconds) and takes its own share, so nothing is communicated. Its batches
+    come window after window: the first ``accumulate`` of them are its part of the first optimizer step, and so on; only
+    the last window of an epoch may be shorter.
+
+    Args:
+        lengths: tokens of every row of the data set.
+        settings: planning settings; None: the defaults.
+        num_replicas, rank: data-parallel processes, and which of them this is.
+        seed: key of all randomness.
+        eligible: eligible anchors a row, where a budget of draft positions is set; None: estimated.
+        num_anchors, block_size: for the same budget.
+        groups: tag or source of every row, for ``settings.weights``.
+
+    Raises:
+        PlanError: lengths or settings that allow no plan, or fewer samples than ranks.
+    """
+
+    def __init__(
+        self,
+        lengths: np.ndarray | Sequence[int],
+        settings: PlanConfig | None = None,
+        *,
+        num_replicas: int = 1,
+        rank: int = 0,
+        seed: int = 0,
+        eligible: np.ndarray | Sequence[int] | None = None,
+        num_anchors: int = 512,
+        block_size: int = 16,
+        groups: Groups | None = None,
+    ) -> None:
+        if not 0 <= rank < num_replicas:
+            raise PlanError(f"rank {rank} is not one of {num_replicas} replicas; ranks count from 0")
+        self.settings = settings if settings is not None else PlanConfig()
+        self.num_replicas = num_replicas
+        self.rank = rank
+        self.seed = seed
+        self.epoch = 0
+        self._lengths, self._eligible, self._groups = lengths, eligible, groups
+        self._num_anchors, self._block_size = num_anchors, block_size
+        self._start = 0
+        self._position = 0
+        self._plan: EpochPlan | None = None
+
+    @property
+    def plan(self) -> EpochPlan:
+        """The plan of the current epoch, made when first asked for."""
+        if self._plan is None or self._plan.epoch != self.epoch:
+            self._plan = plan_epoch(
+                self._lengths,
+                self._eligible,
+                self.settings,
+                num_anchors=self._num_anchors,
+                block_size=self._block_size,
+                replicas=self.num_replicas,
+                seed=self.seed,
+                epoch=self.epoch,
+                groups=self._groups,
+            )
+            if self._plan.num_batches % self.num_replicas:
+                raise PlanError(
+                    f"the samples of epoch {self.epoch} cannot be shared evenly among {self.num_replicas} replicas; "
+                    "use fewer replicas, or more data"
+                )
+        return self._plan
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to an epoch (0-based). Going to another one forgets a position that was loaded; to the same, keeps it."""
+        if epoch < 0:
+            raise PlanError(f"epoch {epoch} must be at least 0")
+        if epoch != self.epoch:
+            self._start = self._position = 0
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        """Batches of this rank in the whole current epoch, wherever iteration stands."""
+        return self.plan.num_batches // self.num_replicas
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """Row numbers of one batch after another, from the position that was loaded, else from the first."""
+        plan, start = self.plan, self._start
+        self._start = 0
+        for position in range(start, len(self)):
+            self._position = position + 1
+            yield plan.rows(position * self.num_replicas + self.rank).tolist()
+
+    def state_dict(self, consumed: int | None = None) -> dict[str, Any]:
+        """Where iteration stands.
+
+        Args:
+            consumed: batches of this epoch that were trained. A DataLoader with workers asks for batches ahead, so
+                give what the training loop counted; None: batches handed out so far.
+
+        Returns:
+            Plain values: epoch, position, and the plan's fingerprint.
+        """
+        position = self._position if consumed is None else consumed
+        return {"epoch": self.epoch, "position": position, "fingerprint": self.plan.fingerprint}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where a state was taken; any rank may load any rank's state.
+
+        Raises:
+            PlanError: the state belongs to other lengths, settings, seed or replicas, or to no place of the epoch.
+        """
+        self.epoch = int(state["epoch"])
+        if state["fingerprint"] != self.plan.fingerprint:
+            raise PlanError(
+                f"the state of epoch {self.epoch} belongs to another plan (fingerprint {state['fingerprint']}, here "
+                f"{self.plan.fingerprint}); lengths, plan settings, seed and replicas must be those of the first run"
+            )
+        position = int(state["position"])
+        if not 0 <= position <= len(self):
+            raise PlanError(f"position {position} is not in epoch {self.epoch} of {len(self)} batches a rank")
+        self._start = self._position = position

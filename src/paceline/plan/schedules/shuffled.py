@@ -1,0 +1,14 @@
+"""Shuffled: any order."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from paceline.config.plan import PlanConfig
+from paceline.plan.keys import random_order
+from paceline.plan.pool import Pool
+
+
+def arrange(pool: Pool, settings: PlanConfig, bits: np.random.Philox) -> np.ndarray:
+    """Batch ids in training order; see the registry for the signature."""
+    return pool.ranking[random_order(bits, len(pool.ranking))]

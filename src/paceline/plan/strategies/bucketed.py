@@ -1,0 +1,22 @@
+"""Bucketed: shuffled inside a few length ranges; a batch never leaves its bucket.
+
+The ranges are the plan's buckets: given edges, the best ones for K (``edges: optimal``), or equal sample counts.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from paceline.config.plan import PlanConfig
+from paceline.plan.composition import Composition, cut_classes
+from paceline.plan.intake import Entries
+from paceline.plan.keys import class_order
+from paceline.plan.limits import Limits
+
+
+def compose(
+    entries: Entries, edges: np.ndarray, limits: Limits, settings: PlanConfig, bits: np.random.Philox
+) -> Composition:
+    """Micro-batches of one epoch; see the registry for the signature."""
+    order, bounds = class_order(np.searchsorted(edges, entries.lengths).astype(np.uint16), len(edges), bits)
+    return cut_classes(order, bounds, entries, limits, edges)
