@@ -21,6 +21,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from paceline.checkpoint import rundir, store
 from paceline.config import Settings
@@ -207,14 +208,26 @@ def host_batches(run: Composition, orders: Sequence[StepOrder]) -> Iterator[Host
 
 @dataclass(frozen=True)
 class LearnerRecipe:
-    """Builds the learner of a drafter rank, in whichever process; pickles."""
+    """Builds the learner of a drafter rank, in whichever process; pickles.
+
+    Attributes:
+        settings, spec, run_dir, total_steps, first_step: of the run.
+        rank: which of `flow.drafter_devices`.
+        port: of the store on which several ranks find one another; 0 for a rank that is alone.
+    """
 
     settings: Settings
     spec: DrafterSpec
     run_dir: Path
     total_steps: int
     first_step: int
-    device: str
+    rank: int = 0
+    port: int = 0
+
+    @property
+    def device(self) -> str:
+        """Where the rank runs."""
+        return self.settings.flow.drafter_devices[self.rank]
 
     def __call__(self) -> Learner:
         """The learner, with the state of the checkpoint that the run goes on from."""
@@ -235,21 +248,29 @@ class LearnerRecipe:
             total_steps=self.total_steps,
             seed=settings.seed,
             device=self.device,
+            world=self._join() if self.port else None,
         )
         if self.first_step:
             learner.load_state_dict(store.read_checkpoint(self.run_dir, self.first_step))
         return learner
+
+    def _join(self) -> dist.ProcessGroup:
+        backend = "nccl" if self.device.startswith("cuda") else "gloo"
+        meeting = dist.TCPStore("127.0.0.1", self.port, is_master=False)
+        ranks = len(self.settings.flow.drafter_devices)
+        dist.init_process_group(backend, store=meeting, rank=self.rank, world_size=ranks)
+        group = dist.group.WORLD
+        assert group is not None, "init_process_group made the default group"
+        return group
 
     def save(self, step: int, state: dict[str, Any]) -> None:
         """Write a checkpoint of the run."""
         store.write_checkpoint(self.run_dir, step, state, keep_last=self.settings.checkpoint.keep_last)
 
 
-def recipe(run: Composition) -> LearnerRecipe:
+def recipe(run: Composition, rank: int = 0, port: int = 0) -> LearnerRecipe:
     """How a drafter rank of this run is built."""
-    return LearnerRecipe(
-        run.settings, run.spec, run.run_dir, len(run.orders), run.first_step, run.settings.flow.drafter_devices[0]
-    )
+    return LearnerRecipe(run.settings, run.spec, run.run_dir, len(run.orders), run.first_step, rank, port)
 
 
 def train(run: Composition, *, notice: Callable[[str], None]) -> Outcome:
@@ -342,19 +363,21 @@ def _pipeline(run: Composition, orders: Sequence[StepOrder], stop: Callable[[], 
         len(run.taps) * run.facts.hidden_size,
         getattr(torch, settings.target.dtype),
     )
-    build = recipe(run)
+    ranks = len(flow.drafter_devices)
+    meeting = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if ranks > 1 else None
     workers: list[Worker] = []
     feed = Prefetcher(host_batches(run, orders), flow.prefetch_batches * len(flow.target_devices))
     try:
         for number, device in enumerate(flow.target_devices):
             arguments = (settings.target, run.taps, device, pool)
             workers.append(Worker(f"target {number} ({device})", TargetStage, arguments, threads=flow.threads))
-        targets = list(workers)
-        drafter = Worker(f"drafter 0 ({build.device})", DrafterStage, (build, pool, build.save), threads=flow.threads)
-        workers.append(drafter)
+        for rank, device in enumerate(flow.drafter_devices):
+            build = recipe(run, rank, meeting.port if meeting else 0)
+            stage = (build, pool, build.save)
+            workers.append(Worker(f"drafter {rank} ({device})", DrafterStage, stage, threads=flow.threads))
         hub = Hub(
-            targets,
-            [drafter],
+            workers[:-ranks],
+            workers[-ranks:],
             num_buffers=flow.pool_buffers,
             feed=feed,
             orders=orders,
@@ -392,10 +415,8 @@ def _check_devices(settings: Settings) -> None:
             count = torch.cuda.device_count() if kind == "cuda" else 1
             if kind not in ("cpu", "cuda") or (number and not number.isdigit()) or (number and int(number) >= count):
                 faults.append(f"flow.{role}: {name}: no such device here; there are cpu and {count} CUDA devices")
-    if len(settings.flow.drafter_devices) > 1:
-        faults.append("flow.drafter_devices: several drafter ranks are not supported yet; list one device")
-    if settings.flow.mode == "inline" and len(settings.flow.target_devices) > 1:
-        faults.append("flow.mode: inline runs one target; list one device in flow.target_devices or use pipeline")
+    if settings.flow.mode == "inline" and len(settings.flow.target_devices) + len(settings.flow.drafter_devices) > 2:
+        faults.append("flow.mode: inline runs one target and one drafter; list one device each or use pipeline")
     if faults:
         raise ConfigError(*faults)
 

@@ -23,9 +23,10 @@ def merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.fixture(scope="session")
 def few_chats(demo_assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The 80 shortest of the shipped chats."""
+    """80 of the shipped chats, spread over their lengths."""
     lines = (demo_assets / "chats.jsonl").read_text(encoding="utf-8").splitlines()
-    chosen = sorted(lines, key=lambda line: sum(len(m["content"]) for m in json.loads(line)["messages"]))[-200:-120]
+    chosen = sorted(lines, key=lambda line: sum(len(m["content"]) for m in json.loads(line)["messages"]))
+    chosen = chosen[:: max(1, len(chosen) // 80)][:80]
     path = tmp_path_factory.mktemp("chats") / "few.jsonl"
     path.write_text("\n".join(chosen) + "\n", encoding="utf-8")
     return path

@@ -82,7 +82,7 @@ class Hub:
         self._open: StepOrder | None = None
         self._missing: list[Key] = []
         self._closing: dict[int, list[StepReport]] = {}
-        self._saving: dict[int, int] = {}
+        self._saving: set[int] = set()
         self._waits = {"target": Waits(), "drafter": Waits()}
         self._last_look = time.perf_counter()
         self.last_step: int | None = None
@@ -170,9 +170,9 @@ class Hub:
             self._save(order.step)
 
     def _save(self, step: int) -> None:
-        self._saving[step] = len(self._drafters)
-        for worker in self._drafters:
-            worker.send(SaveState(step))
+        """Ranks are equal after every step: the first writes the checkpoint."""
+        self._saving.add(step)
+        self._drafters[0].send(SaveState(step))
 
     def _listen(self) -> Iterator[StepReport]:
         workers = [*self._targets, *self._drafters]
@@ -237,9 +237,7 @@ class Hub:
                 del self._closing[payload.report.step]
                 yield self._with_waits(reports[0])
         elif isinstance(payload, StateSaved):
-            self._saving[payload.step] -= 1
-            if not self._saving[payload.step]:
-                del self._saving[payload.step]
+            self._saving.remove(payload.step)
         else:
             raise StageError(f"stage {worker.name} answered {describe(task)} with {type(payload).__name__}")
 
