@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import tyro
-from rich.console import Group, RenderableType
 from rich.markup import escape
-from rich.table import Table
 from rich.text import Text
 
 from paceline.cli import frame
+from paceline.cli.plan_view import histogram, render, render_comparison, render_edges
 from paceline.config import Settings, load_settings
 from paceline.config.plan import PlanConfig, Schedule, Strategy
 from paceline.errors import ConfigError, PlanError
@@ -35,9 +34,6 @@ line.
 Examples: paceline plan run.yaml
           paceline plan lengths.npy --compare
           paceline plan lengths.npy --plan.token_budget 16384 --plan.strategy bucketed --plot plan.png"""
-
-BARS = 18
-"""Lines of the length histogram."""
 
 
 @dataclass
@@ -107,7 +103,7 @@ def run(argv: Sequence[str]) -> int:
         return 0
     frame.stdout.print(render(forecast, histogram=histogram(plans[0])))
     if ladder:
-        frame.stdout.print(_render_edges(ladder, distinct, plans[0].window_size))
+        frame.stdout.print(render_edges(ladder, distinct, plans[0].window_size))
     if arguments.plot is not None:
         frame.stdout.print(f"drawn: {escape(arguments.plot)}")
     return 0
@@ -179,125 +175,8 @@ def _store_groups(folder: Path, weights: dict[str, float]) -> Groups:
     return groups_of_tags([[*(tags.split(",") if tags else []), names[source]] for tags, source in rows], weights)
 
 
-def histogram(plan: EpochPlan) -> list[tuple[int, int, int]]:
-    """Samples by length as (low, high, count), both ends included, at most `BARS` of them."""
-    import numpy as np
-
-    top = int(plan.edges[-1])
-    step = -(-top // BARS)
-    step = next((nice for nice in (1, 2, 5, 8, 16, 32, 64, 128, 256, 512) if nice >= step), -(-step // 512) * 512)
-    lengths = plan.lengths[plan.lengths <= top]
-    counts = np.bincount((lengths.astype(np.int64) - 1) // step)
-    return [(number * step + 1, (number + 1) * step, int(count)) for number, count in enumerate(counts)]
-
-
-def render(forecast: Forecast, histogram: Sequence[tuple[int, int, int]] = ()) -> RenderableType:
-    """The forecast of one plan for a terminal."""
-    parts: list[RenderableType] = [_headline(forecast)]
-    if histogram:
-        parts += [Text(), _bars(histogram)]
-    parts += [Text(), _bucket_table(forecast), Text(), _facts(forecast)]
-    for warning in forecast.warnings:
-        parts += [Text.assemble(("! ", "bold yellow"), warning)]
-    return Group(*parts)
-
-
-def _headline(forecast: Forecast) -> Text:
-    lengths = ", ".join(f"{name} {value:,}" for name, value in forecast.quantiles.items())
-    return Text.assemble(
-        (f"{forecast.strategy} × {forecast.schedule}", "bold"),
-        f": {forecast.num_samples:,} of {forecast.num_rows:,} samples in {forecast.num_batches:,} micro-batches, ",
-        (
-            f"{forecast.efficiency:.2%} of the padded tokens are real",
-            "bold green" if forecast.efficiency > 0.95 else "",
-        ),
-        f"\nlengths: {lengths}",
-    )
-
-
-def _bars(histogram: Sequence[tuple[int, int, int]]) -> Text:
-    most = max(count for *_, count in histogram)
-    width = len(f"{histogram[-1][1]:,}")
-    lines = []
-    for low, high, count in histogram:
-        eighths = count * 40 * 8 // most
-        bar = "█" * (eighths // 8) + ("▏▎▍▌▋▊▉"[eighths % 8 - 1] if eighths % 8 else "")
-        lines.append(f"{low:>{width},}–{high:<{width},} {count:>11,} {bar or ('▏' if count else '')}")
-    return Text("\n".join(lines))
-
-
-def _bucket_table(forecast: Forecast) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold", collapse_padding=True)
-    table.add_column("tokens of\na sample", justify="right", no_wrap=True)
-    for head in ("samples", "batches", "real /\npadded", "share of\nsamples", "of\nbatches", "of\ntokens"):
-        table.add_column(head, justify="right", no_wrap=True)
-    for head in ("weight\nby token", "by\nanchor", "by\nsample"):
-        table.add_column(head, justify="right", no_wrap=True)
-    for row in forecast.buckets:
-        loud = "yellow" if row.share_batches > 1.5 * row.share_samples else ""
-        table.add_row(
-            f"{row.low}–{row.high}",
-            f"{row.samples:,}",
-            f"{row.batches:,}",
-            _percent(row.efficiency),
-            _percent(row.share_samples),
-            Text(_percent(row.share_batches), style=loud),
-            _percent(row.share_tokens),
-            *(_percent(row.share_weight[name]) for name in ("token", "anchor", "sample")),
-        )
-    return table
-
-
-def _percent(value: float) -> str:
-    return "–" if value != value else f"{value:.1%}"
-
-
-def _facts(forecast: Forecast) -> Table:
-    table = Table(box=None, show_header=False, pad_edge=False)
-    table.add_column(style="bold")
-    table.add_column()
-    window = f"{forecast.accumulate} micro-batches" + (
-        f" × {forecast.replicas} replicas" if forecast.replicas > 1 else ""
-    )
-    short = f", the last one short ({forecast.short_window})" if forecast.short_window else ""
-    carried = f", {forecast.carried_out:,} samples carried into the next epoch" if forecast.carried_out else ""
-    table.add_row("steps", f"{forecast.num_windows:,} an epoch of {window}{short}{carried}")
-    if forecast.epochs > 1:
-        table.add_row("", f"{forecast.total_windows:,} in {forecast.epochs} epochs")
-    if forecast.seconds is not None:
-        table.add_row("time", f"{_duration(forecast.seconds)} for {forecast.epochs} epochs at the given speed")
-    table.add_row("tokens", f"{forecast.real_tokens:,} real, {forecast.padded_tokens:,} padded an epoch")
-    table.add_row("draft positions", f"{forecast.draft_positions:,} an epoch")
-    table.add_row("shapes", f"{forecast.shapes:,} (samples × width), {forecast.widths:,} widths")
-    if forecast.repeats is None:
-        table.add_row("buckets in a window", "every batch mixes all lengths")
-    elif forecast.repeats.crowded == forecast.repeats.crowded:
-        made = forecast.repeats
-        table.add_row(
-            "buckets in a window",
-            f"{made.mean_distinct:.2f} different ones (at best {made.distinct_bound:.2f}); "
-            f"three quarters or more from one: {made.crowded:.2%} of the windows, {made.crowded_last_tenth:.2%} of the last tenth; "
-            f"longest run {made.longest_run:,}",
-        )
-    table.add_row(
-        "step σ",
-        f"{forecast.step_deviation_tokens:,.1f} tokens around a mean sample length of {forecast.mean_tokens:,.0f} "
-        "(the length-driven part of the loss curve's noise)",
-    )
-    table.add_row("re-pairing", f"{forecast.repairing:.2%} of the batch-mates meet again in the next epoch")
-    if forecast.replicas > 1:
-        table.add_row("balance", f"slowest replica has {forecast.cost_spread:.3f} times the mean work of a window")
-    table.add_row("fingerprint", forecast.fingerprint)
-    return table
-
-
-def _duration(seconds: float) -> str:
-    hours, rest = divmod(round(seconds), 3600)
-    return f"{hours:,} h {rest // 60:02d} min" if hours else f"{rest // 60} min {rest % 60:02d} s"
-
-
 def _ladder(plan: EpochPlan) -> tuple[list[Edges], Edges | None]:
-    """The best edges for every number of buckets up to the settings', and the fewest that allow all-distinct windows."""
+    """The best edges for every number of buckets up to the settings', and the fewest for all-distinct windows."""
     from paceline.plan.edges import edge_ladder, smallest_distinct
     from paceline.plan.limits import Limits
 
@@ -312,24 +191,6 @@ def _edges_json(ladder: Sequence[Edges], distinct: Edges | None) -> dict[str, An
         for made in ladder
     ]
     return {"by_buckets": rows, "smallest_all_distinct": None if distinct is None else len(distinct.edges)}
-
-
-def _render_edges(ladder: Sequence[Edges], distinct: Edges | None, window_size: int) -> RenderableType:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("buckets", justify="right")
-    table.add_column("real /\npadded", justify="right")
-    table.add_column("largest,\nof batches", justify="right")
-    table.add_column("best edges (strategy bucketed)")
-    for made in ladder:
-        edges = ", ".join(map(str, made.edges.tolist()))
-        table.add_row(str(len(made.edges)), _percent(made.efficiency), _percent(made.largest_share), edges)
-    told = (
-        f"no number of buckets up to 64 lets every window of {window_size} hold different ones only"
-        if distinct is None
-        else f"{len(distinct.edges)} buckets are the fewest with which every window of {window_size} can hold different "
-        f"ones only: {', '.join(map(str, distinct.edges.tolist()))}"
-    )
-    return Group(Text(), table, Text(told))
 
 
 def _run_compare(arguments: Arguments, source: Source) -> int:
@@ -383,62 +244,3 @@ def _timed_plans(
     started = time.perf_counter()
     following = plan_epoch(source.lengths, source.eligible, settings, epoch=1, **shape)
     return plans, following, time.perf_counter() - started
-
-
-def render_comparison(rows: Mapping[str, Sequence[Forecast]], times: Mapping[str, float]) -> RenderableType:
-    """Strategies side by side, then what each schedule makes of them."""
-    composed = Table(box=None, pad_edge=False, header_style="bold")
-    composed.add_column("strategy", style="bold")
-    for head in ("real / padded", "micro-batches", "steps", "shapes", "meet again", "plan, ms"):
-        composed.add_column(head, justify="right")
-    best = max(group[0].efficiency for group in rows.values())
-    for name, group in rows.items():
-        made = group[0]
-        composed.add_row(
-            name,
-            Text(f"{made.efficiency:.2%}", style="bold green" if made.efficiency == best else ""),
-            f"{made.num_batches:,}",
-            f"{made.num_windows:,}",
-            f"{made.shapes:,}",
-            _percent(made.repairing),
-            f"{1000 * times[name]:,.0f}",
-        )
-    calmest = min(made.step_deviation_tokens for group in rows.values() for made in group)
-    noise = _by_schedule(
-        rows,
-        lambda made: Text(
-            f"{made.step_deviation_tokens:,.0f}",
-            style="bold green" if made.step_deviation_tokens <= 1.5 * calmest else "",
-        ),
-    )
-    crowds = _by_schedule(rows, _crowded)
-    return Group(
-        composed,
-        Text("\nstep σ in tokens: spread of the steps' mean sample length (less is calmer)", style="bold"),
-        noise,
-        Text("\nwindows with three quarters or more from one bucket, % of the epoch / of its last tenth", style="bold"),
-        crowds,
-        Text("\n– every batch mixes all lengths, so buckets say nothing", style="dim"),
-        Text("meet again: share of the batch-mates that share a batch in the next epoch too", style="dim"),
-    )
-
-
-def _by_schedule(rows: Mapping[str, Sequence[Forecast]], cell: Callable[[Forecast], str | Text]) -> Table:
-    table = Table(box=None, pad_edge=False)
-    table.add_column("", style="bold", no_wrap=True)
-    for made in next(iter(rows.values())):
-        table.add_column(made.schedule, justify="right", no_wrap=True)
-    for name, group in rows.items():
-        table.add_row(name, *(cell(made) for made in group))
-    return table
-
-
-def _crowded(made: Forecast) -> str | Text:
-    if made.repeats is None or made.repeats.crowded != made.repeats.crowded:
-        return "–"
-    epoch, last = made.repeats.crowded, made.repeats.crowded_last_tenth
-    return Text(f"{_whole_percent(epoch)} / {_whole_percent(last)}", style="yellow" if last > 0.2 else "")
-
-
-def _whole_percent(share: float) -> str:
-    return "<1" if 0 < share < 0.01 else f"{100 * share:.0f}"
