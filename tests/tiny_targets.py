@@ -25,6 +25,17 @@ TINY: dict[str, Any] = {
     "eos_token_id": 2,
     "pad_token_id": 0,
     "initializer_range": 0.2,
+    # experts, by the names that the families use
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "moe_num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_k": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 24,
+    "n_group": 1,
+    "topk_group": 1,
 }
 PAD = 0
 

@@ -88,6 +88,8 @@ def load_model(
         "local_files_only": True,
         "output_loading_info": True,
     }
+    if dtype == torch.float64 and _has_experts_choice():
+        options["experts_implementation"] = "eager"  # grouped kernels know no float64
     if attention != "auto":
         options["attn_implementation"] = attention
     if path.endswith(".gguf"):
@@ -101,6 +103,12 @@ def load_model(
     model.requires_grad_(False).eval()
     model.to(device)
     return model, find_structure(model, facts.num_layers), facts
+
+
+def _has_experts_choice() -> bool:
+    from transformers import PreTrainedModel
+
+    return hasattr(PreTrainedModel, "set_experts_implementation")
 
 
 def _check_complete(path: str, info: Any) -> None:
