@@ -367,6 +367,16 @@ LLAMA_B10 = {
 }
 
 
+def test_published_keys_are_read_from_either_place() -> None:
+    """Older folders have the block size outside, some have everything outside, newer ones everything inside."""
+    inner = {"block_size": 16, **QWEN3_8B_B16["dflash_config"]}
+    rest = {key: value for key, value in QWEN3_8B_B16.items() if key not in ("block_size", "dflash_config")}
+    expected = spec_from_zlab("older", QWEN3_8B_B16)
+    assert spec_from_zlab("outside", {**rest, **inner}) == expected
+    assert spec_from_zlab("inside", {**rest, "dflash_config": inner}) == expected
+    assert spec_from_zlab("both", {**rest, **inner, "dflash_config": inner}) == expected
+
+
 @pytest.mark.parametrize(
     ("config", "block", "kinds", "causal", "window", "theta"),
     [

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 from oracles.oracle_cases import ANSWER_TOKENS, KINDS, PROMPTS, embed_blocks, load, make_spec, one_batch
 from paceline.drafter.network import Drafter
+from paceline.export.weights import SHARD_BYTES
 from paceline.export.zlab import write_zlab
 from paceline.target.facts import describe
 from paceline.target.load import Target
@@ -29,7 +30,9 @@ def place(ask, tmp_path_factory, target_folder, answers, fitted) -> Path:
     folders = tmp_path_factory.mktemp("drafters")
     facts = describe(str(target_folder))
     for kind, network in fitted.items():
-        write_zlab(folders / kind, make_spec(kind), network.state_dict(), facts, "float32")
+        shard_bytes = 20_000 if kind == "full" else SHARD_BYTES
+        write_zlab(folders / kind, make_spec(kind), network.state_dict(), facts, "float32", shard_bytes=shard_bytes)
+    assert (folders / "full" / "model.safetensors.index.json").is_file()
     rows = [
         {"prompt": prompt, "row": row, "context": context}
         for prompt, row, context in zip(PROMPTS, answers, CONTEXTS, strict=True)
