@@ -27,6 +27,7 @@ class Family:
         specials: special tokens.
         eos, bos: of the tokenizer.
         stripping: special tokens that take the white space after them.
+        stripping_before: special tokens that take the white space before them.
         reads: `byte` (byte-level, line ends taken together), `words` (byte-level, the last white space before a word
             is the word's), `across` (byte-level, merges across words) or `metaspace`.
     """
@@ -37,6 +38,7 @@ class Family:
     eos: str
     bos: str | None = None
     stripping: tuple[str, ...] = ()
+    stripping_before: tuple[str, ...] = ()
     reads: str = "byte"
 
 
@@ -62,7 +64,10 @@ def build(family: Family, folder: Path) -> None:
     )
     tokenizer.train_from_iterator(CORPUS, trainer)
     tokenizer.add_special_tokens(
-        [AddedToken(text, rstrip=text in family.stripping, normalized=False) for text in family.specials]
+        [
+            AddedToken(text, lstrip=text in family.stripping_before, rstrip=text in family.stripping, normalized=False)
+            for text in family.specials
+        ]
     )
     wrapped = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
@@ -227,6 +232,14 @@ STRIPPING = Family(
     ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>"),
     "<|end|>",
     stripping=("<|system|>", "<|user|>", "<|assistant|>", "<|end|>"),
+)
+
+STRIPPING_BEFORE = Family(
+    "an end token that takes the white space before it",
+    CHATML.template,
+    CHATML.specials,
+    CHATML.eos,
+    stripping_before=("<|im_end|>",),
 )
 
 CHANNELS = Family(

@@ -146,6 +146,9 @@ CASES = {
     ),
     "tools that move, none given": Case(families.TOOLS_MOVE, chat(*TWO), [["Hello.</s>", "4</s>"]]),
     "stripping": Case(families.STRIPPING, chat(*TWO), [["Hello.<|end|>", "4<|end|>"]]),
+    "stripping before": Case(
+        families.STRIPPING_BEFORE, chat(turn(U, "Hi"), turn(A, "Hello. ")), [["Hello.<|im_end|>"]]
+    ),
     "channels": Case(
         families.CHANNELS,
         chat(turn(U, "Hi"), turn(A, "Hello.", reasoning_content="greet"), turn(U, "2?"), turn(A, "4")),

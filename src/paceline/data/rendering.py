@@ -106,14 +106,14 @@ class Renderer:
 class Encoder:
     """Text to ids exactly as the tokenizer reads the whole text, remembering pieces.
 
-    A token that is special and takes no neighbouring whitespace cuts the text: what stands between two of them is
-    read alone. Pieces are remembered by their text, so that rendering one conversation up to each of its turns costs
-    one reading. Whether the tokenizer really reads piece by piece is tried on probes when the encoder is made; where
-    it does not, whole texts are read.
+    A token that is special and takes no white space before it cuts the text: each such token is read with what
+    follows it, up to the next one. Pieces are remembered by their text, so that rendering one conversation up to each
+    of its turns costs one reading. Whether the tokenizer really reads piece by piece is tried on probes when the
+    encoder is made; where it does not, whole texts are read.
 
     Args:
         tokenizer: of the target.
-        probes: rendered texts on which reading by pieces must equal reading whole.
+        probes: texts; joined by the tokens that cut, they must read the same by pieces and whole.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, probes: Iterable[str] = ()) -> None:
@@ -123,7 +123,7 @@ class Encoder:
         cutters = {
             token.content: index
             for index, token in added.items()
-            if token.special and not (token.lstrip or token.rstrip or token.single_word or token.normalized)
+            if token.special and not (token.lstrip or token.single_word or token.normalized)
         }
         self.special_ids = frozenset(index for index, token in added.items() if token.special)
         self._cutters = cutters
@@ -136,7 +136,9 @@ class Encoder:
             re.compile("|".join(map(re.escape, sorted(specials, key=len, reverse=True)))) if specials else None
         )
         self._remembered: dict[str, list[int]] = {}
-        self.by_pieces = self._cut is not None and all(self.pieces(text) == self.whole(text) for text in probes)
+        joined = [cutter + probe for probe in probes for cutter in list(cutters)[:8]]
+        tried = ["".join(joined), *probes]
+        self.by_pieces = self._cut is not None and all(self.pieces(text) == self.whole(text) for text in tried)
 
     def whole(self, text: str) -> list[int]:
         """Ids of the text read in one go: the reference."""
