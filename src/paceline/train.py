@@ -12,12 +12,10 @@ per role joined by the hub. Both give the same weights, bit for bit, when delive
 from __future__ import annotations
 
 import functools
-import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,9 +34,11 @@ from paceline.flow.hub import Hub
 from paceline.flow.messages import StepOrder
 from paceline.flow.pool import BufferPool
 from paceline.flow.prefetch import Prefetcher
+from paceline.flow.stop import StopRequest
 from paceline.flow.worker import Worker
 from paceline.observe.observer import Observer, open_observer
 from paceline.plan.epoch import EpochPlan, plan_epoch
+from paceline.plan.intake import groups_of_tags
 from paceline.target.facts import describe
 from paceline.target.taps import check_taps, default_taps
 
@@ -89,35 +89,6 @@ class Outcome:
     stopped: bool
 
 
-class StopRequest:
-    """Ctrl-C and SIGTERM: the first asks for a stop after the open window, the second interrupts at once.
-
-    Used as a context manager around the loop; calling it tells whether a stop was asked for.
-    """
-
-    def __init__(self, notice: Callable[[str], None]) -> None:
-        self._notice, self._asked, self._before = notice, False, {}
-
-    def __call__(self) -> bool:
-        """Whether a stop was asked for."""
-        return self._asked
-
-    def __enter__(self) -> StopRequest:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._before[number] = signal.signal(number, self._react)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _react(self, number: int, frame: FrameType | None) -> None:
-        if self._asked:
-            raise KeyboardInterrupt
-        self._asked = True
-        self._notice("stopping after this step, with a checkpoint; once more stops at once, without")
-
-
 def resolve_spec(settings: Settings) -> tuple[TargetFacts, list[int], DrafterSpec]:
     """Facts of the target, taps and drafter of a run; reads configurations and tokenizer only."""
     facts = describe(settings.target.path, settings.target.trust_remote_code)
@@ -161,6 +132,7 @@ def compose(settings: Settings) -> Composition:
 
 def epoch_plan(settings: Settings, spec: DrafterSpec, source: TokenStore, epoch: int) -> EpochPlan:
     """The plan of one epoch: a pure function of lengths, settings, seed and epoch."""
+    weights = settings.plan.weights
     return plan_epoch(
         source.lengths,
         source.eligible,
@@ -170,6 +142,7 @@ def epoch_plan(settings: Settings, spec: DrafterSpec, source: TokenStore, epoch:
         replicas=len(settings.flow.drafter_devices),
         seed=settings.seed,
         epoch=epoch,
+        groups=groups_of_tags(source.names(), weights) if weights else None,
     )
 
 

@@ -43,7 +43,8 @@ def metric_lines(run_dir: Path) -> list[dict]:
 def start(settings: Path, log: Path) -> subprocess.Popen:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     command = [sys.executable, "-m", "paceline", "train", str(settings)]
-    return subprocess.Popen(command, stdout=log.open("w"), stderr=subprocess.STDOUT, env=environment)
+    with log.open("w") as file:
+        return subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment)
 
 
 def wait_for_checkpoint(process: subprocess.Popen, run_dir: Path, step: int, log: Path) -> None:

@@ -154,25 +154,17 @@ def read_source(arguments: Arguments, overrides: Mapping[str, str]) -> Source:
         if arguments.column is not None or arguments.group is not None:
             raise PlanError("--column and --group belong to a file of lengths; a store has its own columns")
         from paceline.data.store import open_store
+        from paceline.plan.intake import groups_of_tags
 
         folder = Path(settings.store_path) if is_run else path
         store = open_store(folder)
-        groups = _store_groups(folder, settings.plan.weights) if settings.plan.weights else None
+        weights = settings.plan.weights
+        groups = groups_of_tags(store.names(), weights) if weights else None
         return Source(str(path), settings, store.lengths, store.eligible, groups, epochs, replicas)
     from paceline.plan.files import read_lengths
 
     file = read_lengths(path, arguments.column, arguments.group)
     return Source(str(path), settings, file.lengths, file.eligible, file.groups, epochs, replicas)
-
-
-def _store_groups(folder: Path, weights: dict[str, float]) -> Groups:
-    from paceline.data.store import INDEX, read_manifest, read_table
-    from paceline.plan.intake import groups_of_tags
-
-    index = read_table(folder / INDEX)
-    names = [source["path"] for source in read_manifest(folder)["sources"]]
-    rows = zip(index["tags"].to_pylist(), index["source"].to_pylist(), strict=True)
-    return groups_of_tags([[*(tags.split(",") if tags else []), names[source]] for tags, source in rows], weights)
 
 
 def _ladder(plan: EpochPlan) -> tuple[list[Edges], Edges | None]:

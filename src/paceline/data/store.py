@@ -133,6 +133,12 @@ class TokenStore:
         text = self._index["tags"][int(row)].as_py()
         return tuple(text.split(",")) if text else ()
 
+    def names(self) -> list[list[str]]:
+        """Tags and source file of every sample, by which `plan.weights` may name it."""
+        sources = [source["path"] for source in self.manifest["sources"]]
+        rows = zip(self._index["tags"].to_pylist(), self._index["source"].to_pylist(), strict=True)
+        return [[*(tags.split(",") if tags else []), sources[source]] for tags, source in rows]
+
     def origin(self, row: int) -> str:
         """`file:line` that one sample was made from."""
         source = self.manifest["sources"][self._index["source"][int(row)].as_py()]["path"]
