@@ -19,7 +19,7 @@ from paceline.contracts import PlannedBatch
 from paceline.errors import PlanError
 from paceline.plan.buckets import bucket_edges, bucket_of
 from paceline.plan.composition import Composition
-from paceline.plan.evening import even_out
+from paceline.plan.evening import even_out, splittable
 from paceline.plan.intake import (
     Entries,
     Groups,
@@ -365,13 +365,14 @@ def _pooled(
         return of.bucket if of.bucket is not None else bucket_of(of.width, edges, limits)
 
     bucket, length = buckets(composition), batch_lengths(composition, entries.lengths)
+    ranked = rank_batches(composition, bucket, length)
     ranking, leftover = split_leftover(
-        rank_batches(composition, bucket, length),
-        settings.accumulate * replicas,
-        stream(request.seed, epoch, Purpose.LEFTOVER),
+        ranked, settings.accumulate * replicas, stream(request.seed, epoch, Purpose.LEFTOVER)
     )
     evened = None
-    if settings.leftover == "short" and replicas > 1:
+    if settings.leftover == "short" and replicas > 1 and len(leftover) % replicas:
+        leftover = splittable(leftover, ranked, np.diff(composition.offsets), replicas)
+        ranking = ranked[~np.isin(ranked, leftover)]
         evened = even_out(composition, leftover, replicas, entries.lengths, limits)
     if evened is not None:
         composition, leftover = evened.composition, evened.leftover(leftover)

@@ -36,6 +36,32 @@ class Evened:
         return np.concatenate(parts)
 
 
+def splittable(leftover: np.ndarray, ranking: np.ndarray, sizes: np.ndarray, replicas: int) -> np.ndarray:
+    """The batches of the short window, some exchanged for larger ones where they cannot be split as often as needed.
+
+    Args:
+        leftover: ids of the batches in the short window.
+        ranking: ids of all batches of the epoch, shortest first.
+        sizes: samples of each batch.
+        replicas: R.
+
+    Returns:
+        As many ids, shortest first; the given ones where they will do, or where nothing larger is left.
+    """
+    missing = -len(leftover) % replicas
+    if int((sizes[leftover] - 1).sum()) >= missing:
+        return leftover
+    chosen = leftover.tolist()
+    largest_first = ranking[np.argsort(-sizes[ranking], kind="stable")]
+    for batch in largest_first[: 2 * len(chosen)].tolist():
+        smallest = min(chosen, key=lambda held: int(sizes[held]))
+        if batch not in chosen and sizes[batch] > sizes[smallest]:
+            chosen[chosen.index(smallest)] = batch
+        if int((sizes[chosen] - 1).sum()) >= missing:
+            break
+    return ranking[np.isin(ranking, chosen)]
+
+
 def even_out(
     composition: Composition, leftover: np.ndarray, replicas: int, lengths: np.ndarray, limits: Limits
 ) -> Evened | None:

@@ -25,7 +25,6 @@ class Purpose(IntEnum):
     SCHEDULE = 2
     LEFTOVER = 3
     WEIGHTS = 4
-    MEASURE = 5
 
 
 def stream(seed: int, epoch: int, purpose: Purpose) -> np.random.Philox:

@@ -80,7 +80,7 @@ class PlanBatchSampler:
             if self._plan.num_batches % self.num_replicas:
                 raise PlanError(
                     f"the samples of epoch {self.epoch} cannot be shared evenly among {self.num_replicas} replicas; "
-                    "use fewer replicas, or more data"
+                    "set plan.leftover: carry, or use fewer replicas or more data"
                 )
         return self._plan
 

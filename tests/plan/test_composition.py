@@ -1,0 +1,157 @@
+"""Cutting sequences into batches, packing: the fast paths against slow readable ones."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.config.plan import PlanConfig
+from paceline.plan.composition import cut_runs, cut_sequence
+from paceline.plan.intake import enter
+from paceline.plan.keys import Purpose, ascending, class_order, random_order, stream
+from paceline.plan.limits import Limits
+from paceline.plan.strategies.grid import class_tops
+from paceline.plan.strategies.packed import match_gaps
+
+
+def greedy(widths, limits, drafts=None):
+    """Batches as lists of positions: a batch takes the next sample unless that breaks a budget."""
+    batches = []
+    for position in range(len(widths)):
+        batch = [*batches[-1], position] if batches else [position]
+        fits = (
+            bool(batches)
+            and len(batch) <= limits.max_samples
+            and len(batch) * limits.cost(max(widths[p] for p in batch)) <= limits.token_budget
+            and (drafts is None or sum(drafts[p] for p in batch) <= limits.draft_limit)
+        )
+        if fits:
+            batches[-1] = batch
+        else:
+            batches.append([position])
+    return batches
+
+
+def offsets_of(batches):
+    return [0, *np.cumsum([len(batch) for batch in batches]).tolist()]
+
+
+limits_strategy = st.builds(
+    Limits,
+    token_budget=st.integers(200, 900),
+    max_samples=st.integers(1, 12),
+    draft_position_budget=st.one_of(st.none(), st.integers(40, 120)),
+    width_multiple=st.sampled_from([1, 8, 16]),
+    attention_length=st.one_of(st.none(), st.integers(150, 400)),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.integers(1, 80), min_size=1, max_size=120), limits_strategy, st.randoms(use_true_random=False))
+def test_sequences_are_cut_as_the_slow_greedy_cuts_them(lengths, limits, random):
+    widths = limits.widths(np.array(lengths))
+    drafts = np.array([random.randint(0, 40) for _ in lengths]) if limits.draft_position_budget else None
+    listed = drafts.tolist() if drafts is not None else None
+    assert cut_sequence(widths, limits, drafts).tolist() == offsets_of(greedy(widths.tolist(), limits, listed))
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.integers(1, 80), min_size=1, max_size=120), limits_strategy, st.randoms(use_true_random=False))
+def test_runs_are_cut_as_the_slow_greedy_cuts_them(lengths, limits, random):
+    widths = np.sort(limits.widths(np.array(lengths)))
+    kinds = np.arange(1, widths[-1] // limits.width_multiple + 1) * limits.width_multiple
+    bounds = np.concatenate([[0], np.searchsorted(widths, kinds, side="right")])
+    drafts = np.array([random.randint(0, 40) for _ in lengths]) if limits.draft_position_budget else None
+    listed = drafts.tolist() if drafts is not None else None
+    assert cut_runs(bounds, kinds, limits, drafts).tolist() == offsets_of(greedy(widths.tolist(), limits, listed))
+
+
+def slow_match(gaps, sizes):
+    """The widest gap takes the longest item that fits, one after another."""
+    left = sorted(range(len(sizes)), key=lambda item: (-sizes[item], item))
+    top = max(sizes)
+    pairs = []
+    for gap in sorted(range(len(gaps)), key=lambda place: (-min(gaps[place], top), place)):
+        for item in left:
+            if sizes[item] <= gaps[gap]:
+                pairs.append((item, gap))
+                left.remove(item)
+                break
+    return pairs
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.integers(1, 30), min_size=1, max_size=40),
+    st.lists(st.integers(1, 25), min_size=1, max_size=40),
+)
+def test_gaps_are_matched_as_one_by_one(gaps, sizes):
+    items, who = match_gaps(np.array(gaps), np.array(sizes))
+    assert list(zip(items.tolist(), who.tolist(), strict=True)) == slow_match(gaps, sizes)
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 1000, 70_000])
+def test_random_order_is_a_permutation_and_keyed(count):
+    first = random_order(stream(1, 2, Purpose.COMPOSE), count)
+    assert np.array_equal(np.sort(first), np.arange(count))
+    assert np.array_equal(first, random_order(stream(1, 2, Purpose.COMPOSE), count))
+    if count >= 1000:
+        for other in (stream(2, 2, Purpose.COMPOSE), stream(1, 3, Purpose.COMPOSE), stream(1, 2, Purpose.SCHEDULE)):
+            assert not np.array_equal(first, random_order(other, count))
+
+
+def test_random_order_favours_no_place():
+    bits = stream(5, 0, Purpose.COMPOSE)
+    seen = np.zeros((6, 6), int)
+    for _ in range(3000):
+        seen[np.arange(6), random_order(bits, 6)] += 1
+    # chi-square with 25 degrees of freedom: 52.6 is its 99.9 % point.
+    assert ((seen - 500) ** 2 / 500).sum() < 52.6
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=200), st.booleans())
+def test_classes_are_sorted_with_right_bounds(classes, random):
+    classes = np.array(classes, np.uint8)
+    order, bounds = class_order(classes, 10, stream(0, 0, Purpose.COMPOSE) if random else None)
+    assert np.array_equal(np.sort(order), np.arange(len(classes)))
+    for number in range(10):
+        assert (classes[order[bounds[number] : bounds[number + 1]]] == number).all()
+    if not random:
+        assert np.array_equal(order, np.argsort(classes, kind="stable"))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(0, 2**62), max_size=50))
+def test_ascending_is_a_stable_argsort(values):
+    values = np.array(values, np.int64)
+    assert np.array_equal(ascending(values), np.argsort(values, kind="stable"))
+
+
+def test_random_order_is_written_down():
+    """A plan's identity must not change by accident: it is what resume relies on."""
+    assert random_order(stream(7, 3, Purpose.COMPOSE), 8).tolist() == [0, 3, 6, 5, 4, 7, 2, 1]
+
+
+def test_attention_cost_shrinks_batches_of_long_samples_only():
+    limits = Limits(49_152, 64, None, 64, 8192)
+    assert limits.cost(64) == 64 + 1
+    assert limits.cost(8192) == 16_384
+    assert limits.capacity(8192) == 3
+    assert Limits(49_152, 64, None, 64, None).capacity(8192) == 6
+
+
+def test_grid_classes_are_merged_only_where_they_are_small():
+    limits = Limits(1000, 64, None, 10, None)
+    full = np.array([1000, 1000, 1000])
+    assert class_tops(full, limits, 4).tolist() == [0, 1, 2]
+    thin = np.array([10, 300, 3, 400, 1])
+    assert class_tops(thin, limits, 2).tolist() == [1, 4]
+    assert class_tops(thin, limits, 1).tolist() == [0, 1, 2, 3, 4]
+
+
+def test_entries_are_the_rows_where_nothing_is_left_out():
+    entries = enter(np.array([3, 4]), None, PlanConfig(), num_anchors=1, block_size=2, seed=0, epoch=0)
+    assert entries.rows is None
+    assert entries.drafts is None
+    assert entries.histogram.tolist() == [2]
