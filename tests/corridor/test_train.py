@@ -57,9 +57,10 @@ def wait_for_checkpoint(process: subprocess.Popen, run_dir: Path, step: int, log
 
 def replayed(settings_file: Path, steps: int) -> dict[str, torch.Tensor]:
     """One learner trained in this process on the windows that a run with several drafter ranks planned."""
+    from paceline.compose import compose, host_batches
     from paceline.config import load_settings
     from paceline.target.load import load_target
-    from paceline.train import compose, host_batches, recipe
+    from paceline.train import recipe
 
     run = compose(load_settings(settings_file))
     target = load_target(run.settings.target, run.taps)

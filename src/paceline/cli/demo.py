@@ -16,7 +16,7 @@ from paceline.config import Settings, load_settings
 from paceline.errors import PacelineError
 
 if TYPE_CHECKING:
-    from paceline.train import Composition
+    from paceline.compose import Composition
 
 DESCRIPTION = """The whole path on an embedded small target and its own chats, on the CPU in a few minutes:
 prepare, plan, train through the process pipeline, evaluate, export, report.
@@ -45,7 +45,8 @@ def run(argv: Sequence[str]) -> int:
     from paceline.cli.train import ready_store, show_run
 
     ready_store(settings)
-    from paceline.train import compose, train
+    from paceline.compose import compose
+    from paceline.train import train
 
     _headline(2, "plan", "an epoch before it is run")
     composition = compose(settings)
@@ -97,8 +98,8 @@ def _headline(number: int, name: str, text: str) -> None:
 
 def _show_forecast(composition: Composition) -> None:
     from paceline.cli.plan_view import histogram, render
+    from paceline.compose import epoch_plan
     from paceline.plan.forecast import describe
-    from paceline.train import epoch_plan
 
     run = composition
     plans = [epoch_plan(run.settings, run.spec, run.source, epoch) for epoch in (0, 1)]

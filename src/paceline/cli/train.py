@@ -15,7 +15,8 @@ from paceline.cli import frame
 from paceline.config import Settings
 
 if TYPE_CHECKING:
-    from paceline.train import Composition, Outcome
+    from paceline.compose import Composition
+    from paceline.train import Outcome
 
 DESCRIPTION = """Train a drafter, or go on where a run stopped.
 
@@ -62,7 +63,8 @@ def run(argv: Sequence[str]) -> int:
 def train_run(settings: Settings) -> Outcome:
     """Prepare where needed, show what is about to be trained, train, say how it ended."""
     ready_store(settings)
-    from paceline.train import compose, train
+    from paceline.compose import compose
+    from paceline.train import train
 
     composition = compose(settings)
     show_run(composition)

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from paceline.config import TargetConfig
 from paceline.flow.messages import FeaturesReady, TargetTask
 from paceline.flow.pool import BufferPool
+from paceline.target.guard import guard_first_batch
 
 GUARD_EVERY = 64
 """Batches between two checks of what a worker hands over."""
@@ -29,13 +30,14 @@ class TargetStage:
 
         self._target = load_target(settings, taps, device)
         self._pool = pool
+        self._guarded = False
         self._handled = 0
 
     def handle(self, message: TargetTask) -> Iterator[FeaturesReady]:
         """Features of the batch's real tokens, [S, N·H], into the task's buffer."""
         tokens = int(message.host.lengths.sum())
         batch = self._target.features(message.host, out=self._pool.view(message.buffer, tokens))
-        from paceline.target.guard import check_features, guard_first_batch
+        from paceline.target.guard import check_features
 
         if self._handled == 0:
             guard_first_batch(self._target, batch)

@@ -1,0 +1,162 @@
+"""What a run is, before any model loads: settings become facts, plans and steps, and every fault is found here."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from paceline.checkpoint import rundir, store
+from paceline.config import Settings
+from paceline.contracts import HostBatch, TargetFacts
+from paceline.data.store import TokenStore, open_store
+from paceline.data.tokenizer import load_tokenizer, mask_token_id
+from paceline.drafter.anchors import sample_anchors
+from paceline.drafter.spec import DrafterSpec, derive_spec
+from paceline.errors import ConfigError, DataError
+from paceline.feed.collate import collate
+from paceline.flow.messages import StepOrder
+from paceline.plan.epoch import EpochPlan, plan_epoch
+from paceline.plan.intake import groups_of_tags
+from paceline.target.facts import describe
+from paceline.target.taps import check_taps, default_taps
+
+
+@dataclass(frozen=True)
+class Composition:
+    """A run as it is known before any model loads.
+
+    Attributes:
+        settings: resolved.
+        run_dir: where it lives.
+        facts, taps, spec: of target and drafter.
+        source: the tokenised data.
+        orders: every optimizer step of the run.
+        first_step: steps that a checkpoint already holds.
+    """
+
+    settings: Settings
+    run_dir: Path
+    facts: TargetFacts
+    taps: list[int]
+    spec: DrafterSpec
+    source: TokenStore
+    orders: list[StepOrder]
+    first_step: int
+
+    @property
+    def remaining(self) -> list[StepOrder]:
+        """Steps still to take."""
+        return self.orders[self.first_step :]
+
+
+def resolve_spec(settings: Settings) -> tuple[TargetFacts, list[int], DrafterSpec]:
+    """Facts of the target, taps and drafter of a run; reads configurations and tokenizer only."""
+    facts = describe(settings.target.path, settings.target.trust_remote_code)
+    taps = settings.target.taps or default_taps(facts.num_layers, settings.target.num_taps)
+    check_taps(taps, facts.num_layers)
+    mask_id = settings.drafter.mask_token_id
+    if mask_id is None:
+        mask_id = mask_token_id(load_tokenizer(settings.target.path, settings.target.trust_remote_code))
+    if mask_id is None:
+        raise ConfigError(
+            f"drafter.mask_token_id: unset, and the tokenizer of {settings.target.path} names no mask token; "
+            "give the id of a token that never occurs in text"
+        )
+    return facts, list(taps), derive_spec(settings.drafter, facts, taps, mask_id)
+
+
+def compose(settings: Settings) -> Composition:
+    """Everything about a run that can be known, and refused, before a model loads.
+
+    Raises:
+        PacelineError: one line per fault.
+    """
+    _check_devices(settings)
+    facts, taps, spec = resolve_spec(settings)
+    source = open_store(settings.store_path)
+    orders = step_orders(settings, functools.partial(epoch_plan, settings, spec, source))
+    if not orders:
+        raise DataError(f"{settings.store_path}: no optimizer step can be planned from its {len(source.lengths)} rows")
+    run_dir = rundir.open_run(
+        settings,
+        {
+            "drafter": spec.to_dict(),
+            "target_fingerprint": facts.fingerprint,
+            "data_fingerprint": source.fingerprint,
+            "total_steps": len(orders),
+        },
+    )
+    first = min(store.newest_step(run_dir), len(orders))
+    return Composition(settings, run_dir, facts, taps, spec, source, orders, first)
+
+
+def epoch_plan(settings: Settings, spec: DrafterSpec, source: TokenStore, epoch: int) -> EpochPlan:
+    """The plan of one epoch: a pure function of lengths, settings, seed and epoch."""
+    weights = settings.plan.weights
+    return plan_epoch(
+        source.lengths,
+        source.eligible,
+        settings.plan,
+        num_anchors=settings.drafter.num_anchors,
+        block_size=spec.block_size,
+        replicas=len(settings.flow.drafter_devices),
+        seed=settings.seed,
+        epoch=epoch,
+        groups=groups_of_tags(source.names(), weights) if weights else None,
+    )
+
+
+def step_orders(settings: Settings, plan_of: Callable[[int], EpochPlan]) -> list[StepOrder]:
+    """All optimizer steps of a run, from the plans of all its epochs."""
+    limit = settings.train.max_steps
+    places: list[tuple[int, int, range]] = []
+    for epoch in range(settings.train.epochs):
+        plan = plan_of(epoch)
+        places += [(epoch, window, plan.window(window)) for window in range(plan.num_windows)]
+        if limit is not None and len(places) >= limit:
+            places = places[:limit]
+            break
+    every = settings.checkpoint.every_steps
+    return [
+        StepOrder(step, epoch, window, batches, save=step % every == 0 or step == len(places))
+        for step, (epoch, window, batches) in enumerate(places, 1)
+    ]
+
+
+def host_batches(run: Composition, orders: Sequence[StepOrder]) -> Iterator[HostBatch]:
+    """Host batches of these steps in plan order."""
+    plan_of = functools.lru_cache(maxsize=2)(functools.partial(epoch_plan, run.settings, run.spec, run.source))
+    pad_id = run.facts.pad_token_id if run.facts.pad_token_id is not None else 0
+    for order in orders:
+        for index in order.batches:
+            yield collate(
+                plan_of(order.epoch).batch(index),
+                run.source,
+                sample_anchors,
+                seed=run.settings.seed,
+                num_anchors=run.settings.drafter.num_anchors,
+                pad_id=pad_id,
+            )
+
+
+def _check_devices(settings: Settings) -> None:
+    faults = []
+    for role, names in (
+        ("target_devices", settings.flow.target_devices),
+        ("drafter_devices", settings.flow.drafter_devices),
+    ):
+        if not names:
+            faults.append(f"flow.{role}: empty; list at least one device, for example cpu or cuda:0")
+        for name in names:
+            kind, _, number = name.partition(":")
+            count = torch.cuda.device_count() if kind == "cuda" else 1
+            if kind not in ("cpu", "cuda") or (number and not number.isdigit()) or (number and int(number) >= count):
+                faults.append(f"flow.{role}: {name}: no such device here; there are cpu and {count} CUDA devices")
+    if settings.flow.mode == "inline" and len(settings.flow.target_devices) + len(settings.flow.drafter_devices) > 2:
+        faults.append("flow.mode: inline runs one target and one drafter; list one device each or use pipeline")
+    if faults:
+        raise ConfigError(*faults)
