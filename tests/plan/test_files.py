@@ -1,0 +1,96 @@
+"""Lengths from every kind of file, and one clear line for each that holds none."""
+
+import json
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from paceline.errors import PlanError
+from paceline.plan.files import read_lengths
+
+LENGTHS = [5, 70, 8, 4096]
+
+
+def write(path, text):
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_every_format_gives_the_same_lengths(tmp_path):
+    np.save(tmp_path / "a.npy", np.array(LENGTHS, np.uint16))
+    np.savez(tmp_path / "b.npz", other=np.zeros(2), lengths=np.array(LENGTHS))
+    np.savez(tmp_path / "c.npz", mine=np.array(LENGTHS, np.float64))
+    write(tmp_path / "d.txt", "# tokens\n5\n70\n\n8\n4096\n")
+    write(tmp_path / "e.jsonl", "\n".join(json.dumps({"length": length}) for length in LENGTHS))
+    write(tmp_path / "f.jsonl", "\n".join(json.dumps({"input_ids": [1] * length}) for length in LENGTHS))
+    write(tmp_path / "g.ndjson", "\n".join(map(str, LENGTHS)))
+    pq.write_table(pa.table({"x": ["a"] * 4, "num_tokens": LENGTHS}), tmp_path / "h.parquet")
+    pq.write_table(pa.table({"input_ids": [[1] * length for length in LENGTHS]}), tmp_path / "i.parquet")
+    for path in sorted(tmp_path.iterdir()):
+        read = read_lengths(path)
+        assert read.lengths.tolist() == LENGTHS, path
+        assert read.eligible is None
+        assert read.groups is None
+
+
+def test_named_columns_eligible_counts_and_groups(tmp_path):
+    rows = [{"n": length, "length": 1, "eligible": length // 2, "tag": "ab"[length % 2]} for length in LENGTHS]
+    jsonl = write(tmp_path / "a.jsonl", "\n".join(map(json.dumps, rows)))
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "b.parquet")
+    np.savez(tmp_path / "c.npz", **{key: np.array([row[key] for row in rows]) for key in rows[0]})
+    for path in (jsonl, tmp_path / "b.parquet", tmp_path / "c.npz"):
+        read = read_lengths(path, "n", "tag")
+        assert read.lengths.tolist() == LENGTHS
+        assert read.eligible.tolist() == [2, 35, 4, 2048]
+        assert [read.groups.names[code] for code in read.groups.codes] == ["b", "a", "a", "a"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "lines"),
+    [
+        ("a.txt", "5\nabc\n7", ["a.txt:2: 'abc' is not a whole number"]),
+        ("a.txt", "5\n0\n-3\n2.5", ["a.txt:2: 0 is no length", "a.txt:3: -3 is no length", "a.txt:4: '2.5' is not"]),
+        ("a.txt", "\n# nothing\n", ["a.txt: holds no lengths"]),
+        ("a.jsonl", '{"length": 3}\n{"length": null}', ["a.jsonl:2: null is no length"]),
+        ("a.jsonl", '{"length": 3}\n{"length": true}', ["a.jsonl:2: true is no length"]),
+        ("a.jsonl", '{"length": 3}\n{"length"', ["a.jsonl:2: not valid JSON"]),
+        ("a.jsonl", '{"text": "x"}', ["a.jsonl:1: has no any of", "it has text"]),
+        ("a.jsonl", '{"length": 3, "eligible": 1}\n{"length": 3}', ["1 of 2 rows have `eligible`"]),
+        ("a.npy", "hello", ["a.npy: cannot be read as .npy"]),
+        ("a.parquet", "hello", ["a.parquet: cannot be read as .parquet"]),
+    ],
+)
+def test_bad_files_are_refused_line_by_line(tmp_path, name, text, lines):
+    with pytest.raises(PlanError) as caught:
+        read_lengths(write(tmp_path / name, text))
+    for line in lines:
+        assert line.removeprefix("a.") in str(caught.value)
+    assert all("\n" not in fault for fault in caught.value.faults)
+
+
+def test_many_bad_lines_are_summed_up(tmp_path):
+    with pytest.raises(PlanError) as caught:
+        read_lengths(write(tmp_path / "a.txt", "x\n" * 500))
+    assert len(caught.value.faults) == 6
+    assert caught.value.faults[-1] == "... and 495 more such lines"
+
+
+def test_missing_columns_and_files_are_named(tmp_path):
+    pq.write_table(pa.table({"x": [1], "y": [2]}), tmp_path / "a.parquet")
+    with pytest.raises(PlanError, match="which column holds the lengths"):
+        read_lengths(tmp_path / "a.parquet")
+    with pytest.raises(PlanError, match="has no column z; it has x, y"):
+        read_lengths(tmp_path / "a.parquet", "z")
+    pq.write_table(pa.table({"length": pa.array([4, None, 5])}), tmp_path / "b.parquet")
+    with pytest.raises(PlanError, match=r"length\[1\] is missing"):
+        read_lengths(tmp_path / "b.parquet")
+    with pytest.raises(PlanError, match="no such file"):
+        read_lengths(tmp_path / "none.npy")
+    np.save(tmp_path / "c.npy", np.array([4]))
+    with pytest.raises(PlanError, match="has no columns"):
+        read_lengths(tmp_path / "c.npy", "x")
+    np.save(tmp_path / "d.npy", np.array([4.0, np.nan]))
+    with pytest.raises(PlanError, match=r"d.npy: lengths\[1\] is NaN"):
+        read_lengths(tmp_path / "d.npy")

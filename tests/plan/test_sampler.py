@@ -1,0 +1,165 @@
+"""The batch sampler in a plain DataLoader with workers, over ranks, resumed, and in the HF Trainer."""
+
+import sys
+from itertools import chain
+
+import numpy as np
+import pytest
+
+from paceline.config.plan import PlanConfig
+from paceline.errors import PlanError
+from paceline.plan.sampler import PlanBatchSampler
+
+LENGTHS = np.random.default_rng(2).integers(5, 400, 700)
+SMALL = PlanConfig(token_budget=2048, width_multiple=16, accumulate=2)
+
+
+def test_yields_the_plan_and_counts_it():
+    sampler = PlanBatchSampler(LENGTHS, SMALL, seed=3)
+    batches = list(sampler)
+    assert len(batches) == len(sampler) == sampler.plan.num_batches
+    assert sorted(chain(*batches)) == list(range(700))
+    assert all(type(row) is int for row in batches[0])
+    assert list(sampler) == batches
+    sampler.set_epoch(1)
+    assert list(sampler) != batches
+
+
+def test_ranks_share_every_window_evenly():
+    samplers = [PlanBatchSampler(LENGTHS, SMALL, num_replicas=3, rank=rank) for rank in range(3)]
+    for epoch in range(2):
+        for sampler in samplers:
+            sampler.set_epoch(epoch)
+        assert len({len(sampler) for sampler in samplers}) == 1
+        shares = [list(sampler) for sampler in samplers]
+        assert sorted(chain(*chain(*shares))) == list(range(700))
+        plan = samplers[0].plan
+        for rank, share in enumerate(shares):
+            assert [plan.batch(index).rows.tolist() for index in range(rank, plan.num_batches, 3)] == share
+            assert all(plan.batch(index).replica == rank for index in range(rank, plan.num_batches, 3))
+
+
+def test_resumes_at_every_position():
+    whole = PlanBatchSampler(LENGTHS, SMALL, seed=3)
+    whole.set_epoch(2)
+    batches = list(whole)
+    for position in range(len(batches) + 1):
+        resumed = PlanBatchSampler(LENGTHS, SMALL, seed=3)
+        resumed.load_state_dict(whole.state_dict(consumed=position))
+        resumed.set_epoch(2)
+        assert list(resumed) == batches[position:]
+        assert list(resumed) == batches, "only the first pass goes on in the middle"
+
+
+def test_state_counts_what_was_handed_out_and_a_second_resume_goes_on():
+    sampler = PlanBatchSampler(LENGTHS, SMALL)
+    batches = list(sampler)
+    handed = iter(sampler)
+    assert [next(handed) for _ in range(3)] == batches[:3]
+    second = PlanBatchSampler(LENGTHS, SMALL)
+    second.load_state_dict(sampler.state_dict())
+    handed = iter(second)
+    assert [next(handed) for _ in range(4)] == batches[3:7]
+    third = PlanBatchSampler(LENGTHS, SMALL)
+    third.load_state_dict(second.state_dict())
+    assert list(third) == batches[7:]
+    third.set_epoch(1)
+    assert len(list(third)) == len(third)
+
+
+def test_foreign_states_and_ranks_are_refused():
+    state = PlanBatchSampler(LENGTHS, SMALL, seed=3).state_dict()
+    with pytest.raises(PlanError, match="belongs to another plan"):
+        PlanBatchSampler(LENGTHS, SMALL, seed=4).load_state_dict(state)
+    with pytest.raises(PlanError, match="position 9999 is not in epoch 0"):
+        PlanBatchSampler(LENGTHS, SMALL, seed=3).load_state_dict({**state, "position": 9999})
+    with pytest.raises(PlanError, match="rank 3 is not one of 3 replicas"):
+        PlanBatchSampler(LENGTHS, SMALL, num_replicas=3, rank=3)
+    with pytest.raises(PlanError, match="cannot be shared evenly among 4 replicas"):
+        len(PlanBatchSampler([5, 6], SMALL, num_replicas=4))
+    with pytest.raises(PlanError, match="epoch -1 must be at least 0"):
+        PlanBatchSampler(LENGTHS, SMALL).set_epoch(-1)
+
+
+def test_planning_imports_no_torch():
+    import subprocess
+
+    code = (
+        "import sys; from paceline.plan.sampler import PlanBatchSampler; list(PlanBatchSampler([3, 4, 5])); "
+        "import paceline.plan.forecast, paceline.plan.draw, paceline.plan.files, paceline.plan.edges; "
+        "assert not {'torch', 'matplotlib', 'pyarrow', 'transformers'} & set(sys.modules), 'heavy import'"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+class Padded:
+    """Rows of ones, and a collate that pads; both pickle into workers."""
+
+    def __len__(self):
+        return len(LENGTHS)
+
+    def __getitem__(self, row):
+        import torch
+
+        return {"row": row, "ids": torch.ones(int(LENGTHS[row]), dtype=torch.long)}
+
+    @staticmethod
+    def collate(samples):
+        import torch
+
+        ids = torch.nn.utils.rnn.pad_sequence([sample["ids"] for sample in samples], batch_first=True)
+        return {"rows": torch.tensor([sample["row"] for sample in samples]), "ids": ids}
+
+
+def test_works_in_a_data_loader_with_workers():
+    from torch.utils.data import DataLoader
+
+    sampler = PlanBatchSampler(LENGTHS, SMALL)
+    loader = DataLoader(Padded(), batch_sampler=sampler, collate_fn=Padded.collate, num_workers=2)
+    assert len(loader) == len(sampler)
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        seen = [batch["rows"].tolist() for batch in loader]
+        assert seen == list(sampler)
+        assert all(batch["ids"].numel() <= 2048 for batch in loader)
+
+
+def test_works_in_the_hf_trainer_by_the_documented_recipe(tmp_path):
+    pytest.importorskip("accelerate")
+    import torch
+    from torch.utils.data import DataLoader
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    sampler = PlanBatchSampler(LENGTHS, SMALL)
+    trained = []
+
+    class Planned(Trainer):
+        def get_train_dataloader(self):
+            return DataLoader(self.train_dataset, batch_sampler=sampler, collate_fn=self.data_collator)
+
+    class Epochs(TrainerCallback):
+        def on_epoch_begin(self, args, state, control, **kwargs):
+            sampler.set_epoch(round(state.epoch))
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.zeros(()))
+
+        def forward(self, rows, ids):
+            trained.append(rows.tolist())
+            return {"loss": (self.weight - 1) ** 2}
+
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path), num_train_epochs=2, gradient_accumulation_steps=SMALL.accumulate,
+        remove_unused_columns=False, report_to=[], save_strategy="no", use_cpu=True, disable_tqdm=True,
+    )  # fmt: skip
+    trainer = Planned(Model(), arguments, train_dataset=Padded(), data_collator=Padded.collate, callbacks=[Epochs()])
+    trainer.train()
+    expected, steps = [], 0
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        expected += list(sampler)
+        steps += sampler.plan.num_windows
+    assert trained == expected
+    assert trainer.state.global_step == steps

@@ -1,0 +1,87 @@
+"""Sampling weights by tag or source: exact over an epoch and over epochs; what is left out is counted."""
+
+import re
+from collections import Counter
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.config.plan import PlanConfig
+from paceline.errors import PlanError
+from paceline.plan.epoch import plan_epoch
+from paceline.plan.intake import Groups, groups_of_labels, groups_of_tags
+
+SHAPE = {"num_anchors": 8, "block_size": 4, "seed": 5}
+
+
+def counted(lengths, weights, groups, epoch, **more):
+    made = plan_epoch(lengths, None, PlanConfig(weights=weights, **more), groups=groups, epoch=epoch, **SHAPE)
+    return Counter(np.concatenate([made.rows(index) for index in range(made.num_batches)]).tolist()), made
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 40), st.sampled_from([0.1, 0.3, 0.5, 1.0, 1.25, 2.0, 2.7]), st.integers(1, 12))
+def test_rows_occur_as_often_as_their_weight_says(count, weight, epochs):
+    lengths = np.arange(1, count + 6) * 10
+    groups = Groups(np.array([1] * count + [0] * 5), ["plain", "chosen"])
+    total = Counter()
+    exact = Fraction(str(weight))
+    for epoch in range(epochs):
+        rows, made = counted(lengths, {"chosen": weight}, groups, epoch)
+        chosen = [rows[row] for row in range(count)]
+        assert sum(chosen) == int((epoch + 1) * exact * count) - int(epoch * exact * count)
+        assert all(int(exact) <= times <= int(exact) + 1 for times in chosen)
+        assert [rows[row] for row in range(count, count + 5)] == [1] * 5
+        missing = sum(times == 0 for times in chosen)
+        assert made.left_out == ({"weight": missing} if missing else {})
+        total += rows
+    times = [total[row] for row in range(count)]
+    assert max(times) - min(times) <= 1
+    assert sum(times) == int(epochs * exact * count)
+
+
+def test_weight_zero_leaves_a_source_out_and_all_of_them_is_refused():
+    lengths = np.arange(1, 11) * 10
+    groups = groups_of_labels(["a"] * 4 + ["b"] * 6)
+    rows, made = counted(lengths, {"a": 0.0}, groups, 0)
+    assert set(rows) == set(range(4, 10))
+    assert made.left_out == {"weight": 4}
+    with pytest.raises(PlanError, match="all 10 samples are left out"):
+        counted(lengths, {"a": 0.0, "b": 0.0}, groups, 0)
+
+
+def test_weights_go_with_dropped_samples_and_carried_ones():
+    lengths = np.concatenate([np.full(40, 100), np.full(40, 900)])
+    groups = groups_of_labels(["a"] * 80)
+    rows, made = counted(lengths, {"a": 2.0}, groups, 0, max_length=500)
+    assert rows == dict.fromkeys(range(40), 2)
+    assert made.left_out == {"over_length": 40}
+    kept, made = counted(lengths, {}, None, 0, max_length=500, on_over_length="keep")
+    assert len(kept) == 80
+    assert made.kept_over_length == 40
+
+
+def test_a_row_belongs_to_the_first_of_its_tags_that_has_a_weight():
+    groups = groups_of_tags([["en", "code", "x.jsonl"], ["en", "y.jsonl"], []], {"code": 2.0, "y.jsonl": 0.5})
+    assert [groups.names[code] for code in groups.codes] == ["code", "y.jsonl", ""]
+
+
+@pytest.mark.parametrize(
+    ("weights", "groups", "words"),
+    [
+        ({"a": 2.0}, None, "names a, but the samples carry no tags or sources"),
+        ({"c": 2.0}, Groups(np.array([0, 1]), ["a", "b"]), "c is no tag or source of the samples"),
+        ({"a": 2.0}, Groups(np.array([0]), ["a", "b"]), "groups has 1 entries for 2 lengths"),
+    ],
+)
+def test_bad_weights_are_refused(weights, groups, words):
+    with pytest.raises(PlanError, match=re.escape(words)):
+        counted(np.array([5, 6]), weights, groups, 0)
+
+
+def test_negative_weights_are_refused_by_the_settings():
+    with pytest.raises(ValueError, match=r"weights: a has -1\.0"):
+        PlanConfig(weights={"a": -1.0})
