@@ -18,6 +18,8 @@ class ObserveConfig(Section):
     """Progress on the terminal; auto is rich on a terminal and plain lines elsewhere, quiet shows warnings only."""
     plain_every_s: float = Field(default=10.0, ge=0)
     """Seconds of training between plain lines; the first and the last step always have one."""
+    diagnose_every_steps: int = Field(default=200, ge=0)
+    """Optimizer steps between looks at the numbers so far; what looks wrong is told as a warning. 0: never."""
     wandb: Literal["off", "offline", "online"] = "off"
     """Mirror to Weights & Biases (extra `wandb`)."""
     wandb_project: str = Field(default="paceline", min_length=1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ import yaml
 
 from paceline.errors import RunDirectoryError
 from paceline.observe.catalogue import number_of
-from paceline.observe.lines import FORMAT, METRICS_FILE, EventLine, HeaderLine, StepLine, read_lines
+from paceline.observe.lines import FORMAT, METRICS_FILE, EventLine, HeaderLine, Line, StepLine, read_lines
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def read_history(run_dir: Path) -> History:
             "give the directory of a run"
         )
     notes: list[str] = []
-    lines: list[Any] = []
+    lines: list[Line] = []
     if METRICS_FILE in present:
         lines, more = read_lines(run_dir / METRICS_FILE)
         notes += more
@@ -115,17 +115,24 @@ def read_history(run_dir: Path) -> History:
     settings = _mapping(run_dir / "settings.yaml", yaml.safe_load, notes)
     facts = _mapping(run_dir / "run.json", json.loads, notes)
     evaluations = _evaluations(run_dir / "evaluation.json", notes)
-    return _assemble(run_dir, lines, settings, facts, evaluations, notes)
+    return assemble(run_dir, lines, settings, facts, evaluations, notes)
 
 
-def _assemble(
+def read_settings(run_dir: Path) -> dict[str, Any]:
+    """Resolved settings of a run as a nested mapping; empty where there are none."""
+    return _mapping(run_dir / "settings.yaml", yaml.safe_load, [])
+
+
+def assemble(
     run_dir: Path,
-    lines: list[Any],
+    lines: Iterable[Line],
     settings: dict[str, Any],
     facts: dict[str, Any],
     evaluations: list[dict[str, Any]],
     notes: list[str],
 ) -> History:
+    """A history from lines of metrics and what stands beside them; ``notes`` is added to."""
+    lines = list(lines)
     headers = [line for line in lines if isinstance(line, HeaderLine)]
     steps = [line for line in lines if isinstance(line, StepLine)]
     formats = {line.format for line in headers}

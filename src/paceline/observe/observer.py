@@ -19,6 +19,7 @@ from paceline.observe.mirror import Mirror, Sink
 from paceline.observe.sinks import SinkContext, wanted
 from paceline.observe.sinks.isolated import IsolatedSink
 from paceline.observe.tally import Tally
+from paceline.observe.watch import Watch
 
 _SPEED_MEMORY = 0.9
 """How much of the recent seconds per step survives one more step; about the last ten steps count."""
@@ -87,6 +88,7 @@ class Observer:
         self._mirrors: list[Mirror] = []
         self._file: MetricsFile | None = None
         self._view: View | None = None
+        self._watch: Watch | None = None
         self._early_warnings: list[str] = []
         self._recent_s: float | None = None
         self._epoch = -1
@@ -184,7 +186,9 @@ class Observer:
             self._epoch = before.epoch
             self._epoch_samples = before.values.get("progress/epoch_samples") or 0.0
             self._recent_s = before.values.get("speed/seconds_per_step")
-        self._file.append(HeaderLine(self._step, time.time(), FORMAT, self._total_steps, self._header))
+        header = HeaderLine(self._step, time.time(), FORMAT, self._total_steps, self._header)
+        self._file.append(header)
+        self._watch = Watch(self._run_dir, header, self._settings.diagnose_every_steps)
         self._view = open_view(self._settings, console, total_steps=self._total_steps, first_step=self._step)
         for text in self._early_warnings:
             self.warn(text)
@@ -218,6 +222,8 @@ class Observer:
         self._send(line)
         if self._view is not None:
             self._view.show(line)
+        for finding in self._watch.see(line) if self._watch is not None else ():
+            self.warn(finding.sentence)
 
     def _progress(self) -> None:
         gauge = self._tally.gauge

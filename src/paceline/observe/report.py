@@ -10,6 +10,7 @@ import numpy as np
 
 from paceline.errors import RunDirectoryError
 from paceline.observe import plots
+from paceline.observe.diagnosis import Finding, diagnose
 from paceline.observe.history import History, read_history
 from paceline.observe.numerals import duration, percent, short
 from paceline.observe.page import Html, element, figure, joined, nested, page, section, table, tiles
@@ -83,7 +84,27 @@ def _summary(run: History) -> Html:
             ("draft positions/s", short(run.pooled("draft_positions_per_s")), "through the drafter"),
             ("real tokens", percent(run.pooled("padding_efficiency")), "of all padded tokens"),
         ]
-    return tiles(pairs)
+    findings = diagnose(run)
+    return joined((tiles(pairs), _findings(findings), _next_steps(findings)))
+
+
+def _findings(findings: list[Finding]) -> Html:
+    """What the numbers say; the level is written out, the colour only repeats it."""
+    rows = [
+        element(
+            "li", element("b", "Warning" if finding.level == "warning" else "Note"), finding.text, class_=finding.level
+        )
+        for finding in findings
+    ]
+    return element("ul", *rows, class_="findings") if rows else Html("")
+
+
+def _next_steps(findings: list[Finding]) -> Html:
+    advice = list(dict.fromkeys(finding.advice for finding in findings if finding.advice))
+    if not advice:
+        return Html("")
+    rows = (element("li", text[0].upper() + text[1:] + ".") for text in advice)
+    return joined((element("h3", "What to do next"), element("ol", *rows)))
 
 
 def _missing(run: History) -> Html:
