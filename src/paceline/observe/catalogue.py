@@ -100,6 +100,7 @@ CATALOGUE: tuple[Metric, ...] = (
     ),
     Metric("tree/surrogate_{nodes}", "token", "depth that the drafter itself expects of that tree", _BLOCKS, "ratio"),
     Metric("tree/tau_{nodes}", "token", "1 + mean tree streak", _BLOCKS, "ratio", "higher"),
+    Metric("tree/temperature", "1", "of the logits, at which surrogate and streak of a tree agree", _BLOCKS, "last"),
     # Optimizer.
     Metric("gradient/norm", "1", "gradient norm before clipping", "steps that were not skipped", "ratio"),
     Metric("gradient/norm_max", "1", "largest gradient norm before clipping", "steps that were not skipped", "max"),
