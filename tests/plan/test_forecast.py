@@ -1,0 +1,123 @@
+"""The forecast: every number against a slow count over the plan's batches, warnings in words."""
+
+import json
+from collections import Counter
+from itertools import combinations, groupby
+
+import numpy as np
+import pytest
+
+from paceline.config.plan import PlanConfig
+from paceline.plan.epoch import plan_epoch
+from paceline.plan.forecast import forecast, mean_slots
+from paceline.plan.measures import batch_totals, lag_correlation, repairing, repeats, step_deviation
+
+SHAPE = {"num_anchors": 20, "block_size": 4, "seed": 1}
+LENGTHS = np.clip(np.random.default_rng(3).lognormal(5, 0.8, 1500), 3, 2000).astype(int)
+ELIGIBLE = np.maximum(LENGTHS // 3 - 5, 0)
+SMALL = PlanConfig(token_budget=4096, width_multiple=32, num_buckets=4, accumulate=3)
+
+
+def batches(made):
+    return [made.batch(index) for index in range(made.num_batches)]
+
+
+def test_totals_equal_those_of_the_batches():
+    for strategy in ("grid", "shuffled", "packed"):
+        made = plan_epoch(LENGTHS, ELIGIBLE, SMALL.model_copy(update={"strategy": strategy}), epoch=0, **SHAPE)
+        totals, slow = batch_totals(made), batches(made)
+        assert totals.samples.tolist() == [len(batch.rows) for batch in slow]
+        assert totals.real_tokens.tolist() == [batch.real_tokens for batch in slow]
+        assert totals.padded_tokens.tolist() == [batch.padded_tokens for batch in slow]
+        assert (totals.anchors * 4).tolist() == [batch.draft_positions for batch in slow]
+
+
+@pytest.mark.parametrize("schedule", ["stratified", "diverse", "shuffled", "round_robin"])
+def test_repeats_runs_and_spread_equal_slow_counts(schedule):
+    made = plan_epoch(LENGTHS, None, SMALL.model_copy(update={"schedule": schedule}), epoch=0, **SHAPE)
+    slow = batches(made)
+    windows = [[slow[index] for index in made.window(number)] for number in range(made.num_windows)]
+    windows = [window for window in windows if len(window) == 3]
+    top = [max(Counter(batch.bucket for batch in window).values()) for window in windows]
+    found = repeats(made)
+    assert found.crowded == pytest.approx(np.mean([count >= 0.75 * 3 for count in top]))
+    last = max(len(top) // 10, 1)
+    assert found.crowded_last_tenth == pytest.approx(np.mean([count >= 0.75 * 3 for count in top[-last:]]))
+    assert found.longest_run == max(len(list(run)) for _, run in groupby(batch.bucket for batch in slow))
+    assert found.mean_distinct == pytest.approx(np.mean([len({b.bucket for b in window}) for window in windows]))
+    assert found.mean_distinct <= found.distinct_bound + 1e-9
+    means = [np.mean([batch.real_tokens / len(batch.rows) for batch in window]) for window in windows]
+    assert step_deviation(made, batch_totals(made)) == pytest.approx(np.std(means))
+    assert lag_correlation(made, batch_totals(made)) == pytest.approx(np.corrcoef(means[:-1], means[1:])[0, 1])
+
+
+def test_repairing_equals_a_count_of_pairs():
+    first, second = (plan_epoch(LENGTHS[:300], None, SMALL, epoch=epoch, **SHAPE) for epoch in (0, 1))
+
+    def pairs(made):
+        return {frozenset(pair) for batch in batches(made) for pair in combinations(batch.rows.tolist(), 2)}
+
+    assert repairing(first, second) == pytest.approx(len(pairs(first) & pairs(second)) / len(pairs(first)))
+    assert repairing(first, first) == 1
+
+
+def test_buckets_hold_samples_batches_and_loss_weight():
+    made = plan_epoch(LENGTHS, ELIGIBLE, SMALL, epoch=0, **SHAPE)
+    told = forecast(LENGTHS, ELIGIBLE, SMALL, num_anchors=20, block_size=4, seed=1)
+    rows = [row for row in range(1500) if ELIGIBLE[row] > 0]
+    assert told.num_samples == len(rows) == sum(bucket.samples for bucket in told.buckets)
+    assert told.left_out == {"without_anchors": 1500 - len(rows)}
+    weights = {"sample": Counter(), "anchor": Counter(), "token": Counter()}
+    for row in rows:
+        place = int(np.searchsorted(made.edges, LENGTHS[row]))
+        eligible, anchors = int(ELIGIBLE[row]), min(20, int(ELIGIBLE[row]))
+        weights["sample"][place] += 1
+        weights["anchor"][place] += anchors
+        weights["token"][place] += anchors * sum(min(3, d) for d in range(1, eligible + 1)) / eligible
+    for place, bucket in enumerate(told.buckets):
+        for name, counted in weights.items():
+            assert bucket.share_weight[name] == pytest.approx(counted[place] / sum(counted.values()))
+        assert bucket.batches == sum(batch.bucket == place for batch in batches(made))
+        assert bucket.share_weight["batch_mean"] == pytest.approx(bucket.batches / made.num_batches)
+    assert told.draft_positions == 4 * sum(weights["anchor"].values())
+    assert told.efficiency == pytest.approx(
+        sum(batch.real_tokens for batch in batches(made)) / sum(batch.padded_tokens for batch in batches(made))
+    )
+    assert told.shapes == len({(len(batch.rows), batch.width) for batch in batches(made)})
+
+
+def test_mean_slots_is_the_mean_over_the_stretch():
+    assert mean_slots(np.array([1, 2, 3, 10]), 4) == pytest.approx([1, 1.5, 2, (1 + 2 + 3 * 8) / 10])
+
+
+def test_steps_are_counted_epoch_by_epoch_and_time_needs_a_speed():
+    told = forecast(LENGTHS, ELIGIBLE, SMALL, num_anchors=20, block_size=4, seed=1, epochs=4)
+    windows = [plan_epoch(LENGTHS, ELIGIBLE, SMALL, epoch=epoch, **SHAPE).num_windows for epoch in range(4)]
+    assert told.total_windows == sum(windows)
+    assert told.seconds is None
+    timed = forecast(
+        LENGTHS, ELIGIBLE, SMALL, num_anchors=20, block_size=4, seed=1, epochs=2, padded_tokens_per_s=1000.0
+    )
+    assert timed.seconds == pytest.approx(2 * timed.padded_tokens / 1000)
+
+
+def test_warnings_say_what_is_wrong_in_words():
+    lengths = np.concatenate([np.full(2000, 60), np.full(600, 2000)])
+    told = forecast(lengths, None, SMALL.model_copy(update={"edges": [100, 2048]}), num_anchors=9, block_size=4)
+    assert any("23% of the samples but make" in text for text in told.warnings)
+    assert any("alone makes" in text for text in told.warnings)
+    shuffled = forecast(lengths, None, SMALL.model_copy(update={"strategy": "shuffled"}), num_anchors=9, block_size=4)
+    assert any("are padding; strategy: grid" in text for text in shuffled.warnings)
+    assert shuffled.repeats is None
+    frozen = forecast(LENGTHS, None, SMALL.model_copy(update={"strategy": "sorted"}), num_anchors=9, block_size=4)
+    assert any("100% of the samples that share a batch" in text for text in frozen.warnings)
+    tail = SMALL.model_copy(update={"schedule": "round_robin", "accumulate": 4})
+    assert any("schedule: stratified avoids it" in text for text in forecast(
+        LENGTHS, None, tail, num_anchors=9, block_size=4).warnings)  # fmt: skip
+    tiny = forecast([5, 6], None, SMALL, num_anchors=9, block_size=4)
+    assert any("fill no window of 3" in text for text in tiny.warnings)
+
+
+def test_a_forecast_is_plain_json():
+    told = forecast([5, 6], None, SMALL, num_anchors=9, block_size=4)
+    assert json.loads(json.dumps(told.to_dict(), allow_nan=False))["repeats"]["crowded"] is None
