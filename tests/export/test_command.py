@@ -85,6 +85,13 @@ def test_export_of_an_earlier_step(run_dir, capsys) -> None:
         run([str(run_dir), "--step", "15"])
 
 
+def test_verification_can_be_left_out_and_says_so(run_dir, capsys) -> None:
+    assert run([str(run_dir), "--no-verify", "--golden", "none"]) == 0
+    assert "not verified" in capsys.readouterr().out.splitlines()
+    assert run([str(run_dir), "--no-verify", "--golden", "none", "--json"]) == 0
+    assert "verified" not in json.loads(capsys.readouterr().out)
+
+
 def test_export_run_gives_the_folder(run_dir) -> None:
     assert export_run(run_dir, golden="none") == run_dir / "export" / "zlab"
 

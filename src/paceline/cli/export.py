@@ -33,6 +33,7 @@ an error. It also holds a model card and golden tensors for checking an engine. 
 either format may be given, to convert it.
 
 Example: paceline export runs/first --out drafters/first
+
 Example: paceline export runs/first --format speculators --dtype float32 --json
 """
 
@@ -41,7 +42,7 @@ Example: paceline export runs/first --format speculators --dtype float32 --json
 class Arguments:
     """What to export, and how."""
 
-    source: Annotated[Path, tyro.conf.Positional]
+    source: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """Directory of the run; or a drafter folder to convert."""
     out: Path | None = None
     """Folder to write. Unset: export/FORMAT in the run directory."""

@@ -101,8 +101,9 @@ def draft_logits(spec: DrafterSpec, state: Mapping[str, Tensor], inputs: GoldenI
         state: its tensors; taken as float32.
         inputs: what it is given.
     """
-    network = Drafter(spec)
-    network.load_state_dict({name: tensor.float() for name, tensor in state.items()})
+    with torch.device("meta"):
+        network = Drafter(spec)
+    network.load_state_dict({name: tensor.float() for name, tensor in state.items()}, assign=True)
     cache = network.new_cache()
     network.extend(cache, inputs.features)
     hidden = network.draft(cache, inputs.block_embeddings, inputs.features.shape[0])

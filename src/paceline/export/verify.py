@@ -66,12 +66,13 @@ def verify(folder: str | Path, spec: DrafterSpec, state: Mapping[str, Tensor]) -
     read_spec, read_state = read_drafter(folder)
     faults = list(_spec_differences(folder, read_spec, spec))
     dtype = _dtype(folder, read_state)
+    stored = in_dtype(state, spec, dtype)
     if not faults:
-        faults = list(_tensor_differences(folder, read_state, in_dtype(state, spec, dtype)))
+        faults = list(_tensor_differences(folder, read_state, stored))
     if faults:
         raise ExportError(*faults)
     inputs = stand_ins(spec)
-    ours = draft_logits(spec, in_dtype(state, spec, dtype), inputs)[1]
+    ours = draft_logits(spec, stored, inputs)[1]
     theirs = draft_logits(read_spec, read_state, inputs)[1]
     difference = float((theirs - ours).abs().max())
     if not torch.equal(theirs, ours):
