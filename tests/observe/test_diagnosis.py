@@ -170,8 +170,8 @@ def test_decoding_below_training_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("waits", "phrase"),
     [
-        ({"target/busy": 0.95, "target/blocked": 0.05, "drafter/busy": 0.4, "drafter/starved": 0.6}, "target is the bo"),
-        ({"target/busy": 0.3, "target/blocked": 0.7, "drafter/busy": 0.98}, "drafter is the bottleneck: busy 98 %"),
+        ({"target/busy": 0.95, "target/blocked": 0.05, "drafter/busy": 0.4, "drafter/starved": 0.6}, "The target"),
+        ({"target/busy": 0.3, "target/blocked": 0.7, "drafter/busy": 0.98}, "The drafter is the bottleneck: busy 98 %"),
         ({"target/busy": 0.7, "drafter/busy": 0.29}, "The stages take turns"),
         ({"target/busy": 0.6, "target/starved": 0.4, "drafter/busy": 0.5, "drafter/starved": 0.5}, "No stage is"),
     ],
@@ -203,7 +203,7 @@ def test_trends_are_put_in_words():
 
 def test_the_report_shows_findings_and_what_to_do_next(tmp_path):
     text = write_report(run_of(tmp_path, plain_reports(clipped=lambda step: True))).read_text()
-    assert '<li class="warning"><b>Warning</b>100 % of the gradients were clipped' in text
+    assert '<li class="warning"><b>Warning</b>100\u00a0% of the gradients were clipped' in text
     assert "<li>Raise optimizer.clip_norm or lower optimizer.lr.</li>" in text
 
 

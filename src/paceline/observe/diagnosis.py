@@ -14,7 +14,7 @@ import numpy as np
 
 from paceline.observe.history import History
 from paceline.observe.jitter import explain_jitter
-from paceline.observe.numerals import percent, short
+from paceline.observe.numerals import percent, short, signed
 from paceline.observe.trend import trend_of
 
 MIN_LINES = 20
@@ -68,7 +68,8 @@ def loss_jitter(run: History) -> list[Finding]:
             "warning",
             f"{percent(found.explained)} of the variance of the step loss comes from which lengths a step holds, "
             f"chiefly the share of {found.leader} (alone {percent(found.leader_share)}; from none to all of it the "
-            f"loss moves by {found.slope:+.2f} nat). The loss scatters by ±{percent(found.relative)} around its trend.",
+            f"loss moves by {signed(found.slope, 2)} nat). "
+            f"The loss scatters by ±{percent(found.relative)} around its trend.",
             advice,
         )
     ]
@@ -126,13 +127,13 @@ def bottleneck(run: History) -> list[Finding]:
                 "raise flow.prefetch_batches and flow.pool_buffers",
             )
         ]
-    idle = ", ".join(f"{name} waits {percent(1 - share)}" for name, share in busy.items() if name != slowest)
+    idle = ", ".join(f"the {name} waits {percent(1 - share)}" for name, share in busy.items() if name != slowest)
     setting = {"target": "flow.target_devices", "drafter": "flow.drafter_devices"}.get(slowest, "its devices")
     return [
         Finding(
             "bottleneck",
             "info",
-            f"{slowest} is the bottleneck: busy {percent(busy[slowest])} of its time, while {idle}.",
+            f"The {slowest} is the bottleneck: busy {percent(busy[slowest])} of its time, while {idle}.",
             f"move a device to {setting}" if idle else "",
         )
     ]
@@ -284,9 +285,8 @@ def trends(run: History) -> list[Finding]:
         change, error = trend.slope * trend.steps, trend.error * trend.steps
         better = trend.direction == ("falling" if name == "loss" else "rising")
         advice = "more steps would help" if better and run.status == "finished" else ""
-        text = (
-            f"The {word} is {trend.text}: {change:+.3f} ± {error:.3f} {unit} over the last {trend.steps} steps (95 %)."
-        )
+        moved = f"{signed(change, 3)} ± {error:.3f} {unit}"
+        text = f"The {word} is {trend.text}: {moved} over the last {trend.steps} steps (95 %)."
         findings.append(Finding(f"trend-{name}", "info", text, advice))
     return findings
 

@@ -26,6 +26,11 @@ def percent(share: float | None) -> str:
     return f"{share * 100:.0f} %" if abs(share) >= 0.0995 or share == 0 else f"{share * 100:.1f} %"
 
 
+def signed(value: float, digits: int) -> str:
+    """``-0.5`` → ``−0.50``, ``0.5`` → ``+0.50``."""
+    return f"{value:+.{digits}f}".replace("-", "−")
+
+
 def duration(seconds: float | None) -> str:
     """``3725`` → ``1:02:05``; tenths below ten seconds."""
     if seconds is None or not math.isfinite(seconds):

@@ -98,8 +98,8 @@ def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, str
             yield name, "–" if inner is None else str(inner)
 
 
-_LIGHT_RAMP = ((120, 174, 238), (9, 38, 84))
-_DARK_RAMP = ((58, 112, 190), (222, 236, 255))
+_LIGHT_RAMP = ((84, 144, 220), (9, 34, 76))
+_DARK_RAMP = ((78, 136, 216), (222, 236, 255))
 
 
 def _ramp(count: int, ends: tuple[tuple[int, int, int], tuple[int, int, int]]) -> str:
@@ -128,12 +128,12 @@ ul.findings li{margin:.5rem 0;padding:.5rem .75rem;background:var(--card);border
 border-left:4px solid var(--s0);border-radius:4px}
 ul.findings li.warning{border-left-color:var(--bad)}
 ul.findings b{display:inline-block;margin-right:.5rem}
-.tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(9.5rem,1fr));gap:.75rem;margin:1rem 0}
+.tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(max(8.5rem,20%),1fr));gap:.75rem;margin:1rem 0}
 .tiles div{background:var(--card);border:1px solid var(--grid);border-radius:6px;padding:.6rem .8rem}
 .tiles dt{color:var(--muted);font-size:.8rem}
 .tiles dd{margin:0;font-size:1.4rem;font-weight:600}
 .tiles small{display:block;font-size:.75rem;font-weight:400;color:var(--muted)}
-.plots{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,27rem),1fr));gap:1rem}
+.plots{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,21rem),1fr));gap:1rem}
 figure{margin:0;background:var(--card);border:1px solid var(--grid);border-radius:6px;padding:.8rem;min-width:0}
 figcaption{font-size:.8rem;color:var(--muted);margin-top:.4rem}
 svg.plot{display:block;width:100%;height:auto;overflow:visible}
@@ -142,7 +142,7 @@ svg.plot text{font-family:system-ui,sans-serif}
 table{border-collapse:collapse;font-size:.85rem;font-variant-numeric:tabular-nums}
 caption{text-align:left;color:var(--muted);padding-bottom:.25rem}
 th,td{padding:.25rem .75rem .25rem 0;text-align:right;border-bottom:1px solid var(--grid);vertical-align:top}
-th:first-child{text-align:left;font-weight:500}
+th:first-child{text-align:left;font-weight:500;white-space:nowrap}
 thead th{color:var(--muted);font-weight:500}
 details{margin:.75rem 0}
 summary{cursor:pointer}

@@ -92,11 +92,19 @@ def _findings(findings: list[Finding]) -> Html:
     """What the numbers say; the level is written out, the colour only repeats it."""
     rows = [
         element(
-            "li", element("b", "Warning" if finding.level == "warning" else "Note"), finding.text, class_=finding.level
+            "li",
+            element("b", "Warning" if finding.level == "warning" else "Note"),
+            _unbroken(finding.text),
+            class_=finding.level,
         )
         for finding in findings
     ]
     return element("ul", *rows, class_="findings") if rows else Html("")
+
+
+def _unbroken(text: str) -> str:
+    """Numbers stay on one line with their signs and units."""
+    return text.replace(" %", "\u00a0%").replace(" ±", "\u00a0±").replace("± ", "±\u00a0").replace(" nat", "\u00a0nat")
 
 
 def _next_steps(findings: list[Finding]) -> Html:

@@ -61,7 +61,7 @@ def bucket_colour(number: int) -> str:
 
 
 @contextlib.contextmanager
-def drawing(height: float = 2.5, width: float = 5.0) -> Generator[tuple[Figure, Axes]]:
+def drawing(height: float = 2.4, width: float = 4.2) -> Generator[tuple[Figure, Axes]]:
     """A figure with one set of axes in the house style; sizes in inches of 72 px."""
     with matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=(width, height))
