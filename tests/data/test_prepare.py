@@ -252,21 +252,44 @@ def test_rows_that_ask_what_is_held_out_are_left_out(tmp_path: Path, chatml: str
     assert any("held-out" in warning for warning in report.warnings)
 
 
-def test_the_store_does_not_depend_on_workers_and_goes_on_where_it_stopped(
-    tmp_path: Path, chatml: str, write_rows: Write, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import paceline.data.prepare as module
-    import paceline.data.sources as sources
+def contents(store: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in store.iterdir() if file.suffix == ".arrow"}
 
-    monkeypatch.setattr(sources, "_SMALLEST_PIECE", 500)
+
+@pytest.fixture
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files are cut into pieces of half a kilobyte."""
+    monkeypatch.setattr("paceline.data.sources._SMALLEST_PIECE", 500)
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_rows_of_many_pieces_keep_their_order_and_lines(tmp_path: Path, chatml: str, write_rows: Write) -> None:
+    report = run(write_rows([*CHATS, *BAD.values()]), tmp_path / "store", chatml, max_length=128)
+    store = open_store(tmp_path / "store")
+    assert len(contents(tmp_path / "store")) > 4
+    assert [store.origin(row).rsplit(":", 1)[1] for row in range(20)] == [str(line) for line in range(1, 21)]
+    assert [f"question {row}<" in load_tokenizer(chatml).decode(store.read([row])[0][0]) for row in range(20)]
+    for place, reason in enumerate(BAD):
+        assert report.set_aside[reason].example.endswith(f"rows.jsonl:{21 + place}"), reason
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_the_store_does_not_depend_on_the_number_of_workers(tmp_path: Path, chatml: str, write_rows: Write) -> None:
     files = write_rows([*CHATS, *BAD.values()])
     one = run(files, tmp_path / "one", chatml, max_length=128)
     two = run(files, tmp_path / "two", chatml, max_length=128, workers=2)
-    content = {file.name: file.read_bytes() for file in (tmp_path / "one").iterdir() if file.suffix == ".arrow"}
-    assert len(content) > 4
-    assert content == {f.name: f.read_bytes() for f in (tmp_path / "two").iterdir() if f.suffix == ".arrow"}
+    assert contents(tmp_path / "one") == contents(tmp_path / "two")
     assert {**one.to_json(), "store": ""} == {**two.to_json(), "store": ""}
 
+
+@pytest.mark.usefixtures("small_pieces")
+def test_a_run_that_was_ended_goes_on_where_it_stopped(
+    tmp_path: Path, chatml: str, write_rows: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import paceline.data.prepare as module
+
+    files = write_rows([*CHATS, *BAD.values()])
+    one = run(files, tmp_path / "one", chatml, max_length=128)
     done: list[int] = []
     tokenise = module.tokenise_piece
 
@@ -276,15 +299,19 @@ def test_the_store_does_not_depend_on_workers_and_goes_on_where_it_stopped(
         tokenise(piece)
         done.append(piece.number)
 
+    def counts(piece: Any) -> None:
+        tokenise(piece)
+        seen.append(piece.number)
+
     monkeypatch.setattr(module, "tokenise_piece", dies_at_third)
     with pytest.raises(KeyboardInterrupt):
         run(files, tmp_path / "three", chatml, max_length=128)
     assert not (tmp_path / "three").exists()
     seen: list[int] = []
-    monkeypatch.setattr(module, "tokenise_piece", lambda piece: (tokenise(piece), seen.append(piece.number)))
+    monkeypatch.setattr(module, "tokenise_piece", counts)
     three = run(files, tmp_path / "three", chatml, max_length=128)
     assert seen and not set(seen) & {0, 1}
-    assert content == {f.name: f.read_bytes() for f in (tmp_path / "three").iterdir() if f.suffix == ".arrow"}
+    assert contents(tmp_path / "one") == contents(tmp_path / "three")
     assert {**one.to_json(), "store": ""} == {**three.to_json(), "store": ""}
 
 

@@ -81,3 +81,6 @@ def test_text_read_by_pieces_is_the_text_read_whole(
     encoder = Encoder(tokenizer, [" a\n\nb"])
     text = "".join(parts)
     assert encoder.encode(text) == tokenizer.encode(text, add_special_tokens=False)
+    for place in range(len(parts)):
+        before, after = "".join(parts[:place]), "".join(parts[place:])
+        assert encoder.continued(before, encoder.encode(before), after) == encoder.encode(text)

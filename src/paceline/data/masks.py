@@ -266,7 +266,7 @@ def _refuse_end_tokens(message: Mapping[str, Any], place: int, encoder: Encoder)
 def _tokenise(turn: _Turn, encoder: Encoder, memory: dict[str, list[int]]) -> None:
     turn.prompt_ids = encoder.encode(turn.prompt, memory)
     border = len(turn.prompt_ids)
-    ids = encoder.encode(turn.prompt + turn.answer, memory)
+    ids = encoder.continued(turn.prompt, turn.prompt_ids, turn.answer, memory)
     if ids[:border] != turn.prompt_ids:
         ids = turn.prompt_ids + encoder.encode(turn.answer, memory)
         turn.merged = True

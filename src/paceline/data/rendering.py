@@ -135,14 +135,21 @@ class Encoder:
         self.special_pattern = (
             re.compile("|".join(map(re.escape, sorted(specials, key=len, reverse=True)))) if specials else None
         )
+        # The Rust tokenizer without offsets is 1.6 times as fast as through the wrapper (1.2 against 0.75 M tokens/s).
+        self._backend: Any = getattr(tokenizer, "backend_tokenizer", None)
+        if self._backend is not None:
+            self._backend.no_truncation()
+            self._backend.no_padding()
         self._remembered: dict[str, list[int]] = {}
         joined = [cutter + probe for probe in probes for cutter in list(cutters)[:8]]
         tried = ["".join(joined), *probes]
         self.by_pieces = self._cut is not None and all(self.pieces(text) == self.whole(text) for text in tried)
 
     def whole(self, text: str) -> list[int]:
-        """Ids of the text read in one go: the reference."""
-        return self.tokenizer.encode(text, add_special_tokens=False)
+        """Ids of the text read in one go."""
+        if self._backend is None:
+            return self.tokenizer.encode(text, add_special_tokens=False)
+        return self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
     def pieces(self, text: str, memory: dict[str, list[int]] | None = None) -> list[int]:
         """Ids of the text read piece by piece; `memory` keeps the pieces of one conversation."""
@@ -160,6 +167,14 @@ class Encoder:
                 (self._remembered if len(piece) <= _SHORT and len(self._remembered) < 50_000 else memory)[piece] = found
             ids += found
         return ids
+
+    def continued(self, text: str, ids: list[int], more: str, memory: dict[str, list[int]] | None = None) -> list[int]:
+        """Ids of `text + more`, equal to `whole`; of `text`, read as `ids`, only the last piece is read again."""
+        if not self.by_pieces or self._cut is None:
+            return self.whole(text + more)
+        last = max((match.start() for match in self._cut.finditer(text)), default=0)
+        kept = len(ids) - len(self.pieces(text[last:], memory))
+        return ids[:kept] + self.pieces(text[last:] + more, memory)
 
     def encode(self, text: str, memory: dict[str, list[int]] | None = None) -> list[int]:
         """Ids of the text, equal to `whole`."""
