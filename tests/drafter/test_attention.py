@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.drafter.attention import BACKENDS, split
+from paceline.drafter.attention import BACKENDS, flex, split
 from paceline.drafter.attention.dense import visible
 from paceline.drafter.attention.layout import Layout
 from paceline.errors import DrafterError
@@ -113,3 +113,36 @@ def test_bad_layouts_are_refused():
     ]:
         with pytest.raises(DrafterError, match=text):
             Layout.of(np.array(lengths), np.array(anchors), np.array(counts), 2, device)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("window", [None, 3, 100])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_flex_equals_dense(shape, window, causal):
+    """On the CPU torch's flex_attention has no backward pass; its values are those of the reference."""
+    layout = layout_of(shape)
+    with torch.no_grad():
+        tensors = [tensor.detach().float() for tensor in inputs(layout, seed=3)]
+        reference = BACKENDS["dense"](*tensors, layout, window, causal)
+        torch.testing.assert_close(BACKENDS["flex"](*tensors, layout, window, causal), reference)
+
+
+def test_flex_masks_are_the_rule_at_padded_sizes():
+    for shape, window, causal in itertools.product(SHAPES, [None, 1, 4], [False, True]):
+        layout = layout_of(shape)
+        mask = flex.block_mask(layout, window, causal, 128, 128)
+        assert mask is flex.block_mask(layout, window, causal, 128, 128)
+        rows, columns = torch.arange(128)[:, None], torch.arange(256)[None, :]
+        dense = mask.mask_mod(torch.tensor(0), torch.tensor(0), rows, columns)
+        slots, real = len(layout.anchors) * layout.block_size, layout.num_context
+        seen = torch.cat([dense[:slots, :real], dense[:slots, 128 : 128 + slots]], dim=1)
+        assert torch.equal(seen, visible(layout, window, causal))
+        # Nothing real sees padding.
+        assert dense[:slots].sum() == seen.sum() and dense.any(dim=1).all()
+
+
+def test_few_padded_sizes():
+    sizes = {flex.padded_size(count) for count in range(1, 50_000)}
+    assert len(sizes) < 60
+    assert all(count <= flex.padded_size(count) <= max(128, 1.13 * count + 127) for count in range(1, 50_000))

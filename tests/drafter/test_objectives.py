@@ -67,7 +67,7 @@ def brute_loss(learner, batches):
             if settings.name == "dpace":
                 w = brute_dpace(ce, live, settings.alpha)
             else:
-                w = [math.exp(-j / learner.gamma) * on for j, on in enumerate(live)]
+                w = [math.exp(-j / learner.gammas.at(0)) * on for j, on in enumerate(live)]
             pair = (sum(x * c for x, c in zip(w, ce, strict=True)), sum(w))
             if settings.weighting == "token":
                 numerator, denominator = numerator + pair[0], denominator + pair[1]

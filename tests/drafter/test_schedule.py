@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -19,7 +20,7 @@ def test_ends_and_monotony(shape, start, end):
     last = start if shape == "constant" else end
     assert values[:11] == [start] * 11 and values[110:] == pytest.approx([last] * 40)
     sign = 1 if end > start else -1
-    assert all(sign * (b - a) >= 0 for a, b in zip(values, values[1:], strict=False))
+    assert all(sign * (b - a) >= 0 for a, b in itertools.pairwise(values))
 
 
 def test_shapes_midway():

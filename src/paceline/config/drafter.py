@@ -9,6 +9,29 @@ from pydantic import Field, model_validator
 from paceline.config.section import Section
 
 
+class NoiseConfig(Section):
+    """Noise on the features in training, against relying on their last digits; evaluation and validation have none."""
+
+    kind: Literal["none", "gaussian", "uniform"] = "none"
+    """Distribution of the noise."""
+    ratio: float = Field(default=0.05, ge=0)
+    """RMS of the noise as a share of the RMS of each token's features, tap by tap."""
+    ratio_end: float | None = Field(default=None, ge=0)
+    """The share at `last_step`, up or down. Unset: `ratio` throughout."""
+    ramp: Literal["linear", "cosine"] = "linear"
+    """Shape of the way from `ratio` to `ratio_end`."""
+    first_step: int = Field(default=0, ge=0)
+    """Optimizer step (0-based) at which the way begins."""
+    last_step: int | None = Field(default=None, ge=1)
+    """Optimizer step at which it ends. Unset: the last of the run."""
+
+    @model_validator(mode="after")
+    def _steps_ascend(self) -> NoiseConfig:
+        if self.last_step is not None and self.last_step <= self.first_step:
+            raise ValueError(f"last_step {self.last_step} must come after first_step {self.first_step}")
+        return self
+
+
 class DrafterConfig(Section):
     """Shape of the drafter. What is unset is taken from the target and written out in the resolved configuration."""
 
@@ -54,6 +77,13 @@ class DrafterConfig(Section):
     """Supervised slots whose logits exist at once."""
     positions_per_pass: int | None = Field(default=None, ge=1)
     """Draft positions that the drafter computes at once at most; larger micro-batches are split by sample, with the same gradient. Unset: whole micro-batches."""  # noqa: E501
+
+    noise: NoiseConfig = NoiseConfig()
+    """Noise on the features."""
+    diagnose_every: int = Field(default=20, ge=0)
+    """Optimizer steps between windows in which trees and top-k coverage are measured; 0: never."""
+    diagnose_share: float = Field(default=0.05, gt=0, le=1)
+    """Share of the blocks of such a window that are measured, evenly spread."""
 
     @model_validator(mode="after")
     def _layers_match(self) -> DrafterConfig:

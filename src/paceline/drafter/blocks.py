@@ -27,6 +27,7 @@ class BlockTable:
             mask on, a block is dead.
         rows: index of each live draft's slot among all A·K slots, int64 [M].
         cells: index of each live draft among all A·J drafts, int64 [M].
+        teacher_rows: packed token whose target state predicts each live draft, int64 [M]: the one before its label.
     """
 
     documents: np.ndarray
@@ -35,6 +36,7 @@ class BlockTable:
     live: np.ndarray
     rows: np.ndarray
     cells: np.ndarray
+    teacher_rows: np.ndarray
 
 
 def build_blocks(host: HostBatch, spec: DrafterSpec) -> BlockTable:
@@ -49,6 +51,7 @@ def build_blocks(host: HostBatch, spec: DrafterSpec) -> BlockTable:
     tokens = np.full((len(documents), spec.block_size), spec.mask_token_id, np.int64)
     tokens[:, 0] = host.ids[documents, host.anchors]
     anchor, draft = np.nonzero(live)
+    starts = np.cumsum(host.lengths) - host.lengths
     return BlockTable(
         documents=documents,
         tokens=tokens,
@@ -56,4 +59,5 @@ def build_blocks(host: HostBatch, spec: DrafterSpec) -> BlockTable:
         live=live,
         rows=anchor * spec.block_size + draft + spec.first_draft_slot,
         cells=anchor * spec.num_drafts + draft,
+        teacher_rows=starts[documents[anchor]] + host.anchors[anchor] + draft,
     )

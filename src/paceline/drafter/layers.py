@@ -130,6 +130,29 @@ def rotate(x: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
         x: [..., E].
         table: cos and sin, broadcastable to [..., E / 2].
     """
-    cos, sin = table
+    output = _Rotation.apply(x, *table)
+    assert isinstance(output, Tensor)
+    return output
+
+
+class _Rotation(torch.autograd.Function):
+    """Its gradient is the rotation back, so only the table is kept."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _rotated(x, cos, sin, 1.0)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _rotated(gradients[0], cos, sin, -1.0), None, None
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, direction: float) -> Tensor:
     first, second = x.to(cos.dtype).chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
+    output = torch.empty(x.shape, dtype=cos.dtype, device=x.device)
+    left, right = output.chunk(2, dim=-1)
+    torch.mul(first, cos, out=left).addcmul_(second, sin, value=-direction)
+    torch.mul(second, cos, out=right).addcmul_(first, sin, value=direction)
+    return output.to(x.dtype)

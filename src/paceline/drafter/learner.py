@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -24,14 +24,18 @@ from paceline.config.objective import ObjectiveConfig
 from paceline.config.optimizer import OptimizerConfig
 from paceline.contracts import FeatureBatch, HostBatch, Ratio, StepReport
 from paceline.drafter.blocks import BlockTable, build_blocks
+from paceline.drafter.diagnosis import diagnose, diagnosis_ratios, spread
 from paceline.drafter.head import head_cross_entropy
+from paceline.drafter.mixture import MixtureLosses, Teacher, head_mixture
 from paceline.drafter.network import Drafter
+from paceline.drafter.noise import add_noise, noise_ratio
 from paceline.drafter.objectives import SLOT_WEIGHTS
 from paceline.drafter.objectives.decay import default_gamma
 from paceline.drafter.objectives.weighting import weigh
 from paceline.drafter.optimizer import MasterOptimizer
 from paceline.drafter.portions import portions
 from paceline.drafter.ranks import add_counters, add_gradients
+from paceline.drafter.schedule import Schedule
 from paceline.drafter.spec import DrafterSpec
 from paceline.drafter.tally import WindowTally, bucket_totals, ratios_of
 from paceline.errors import DrafterError
@@ -52,9 +56,10 @@ class Learner:
         seed: key of the new weights.
         device: of network and frozen tensors.
         world: process group of the drafter ranks, or None for one rank. Ranks start from the same seed and stay equal.
+        teacher: makes the target's logits from inputs of its final norm; needed by the terms kl, tv and lk only.
 
     Raises:
-        DrafterError: embedding or head do not fit the spec.
+        DrafterError: embedding or head do not fit the spec, or a term lacks its teacher.
     """
 
     def __init__(
@@ -70,7 +75,13 @@ class Learner:
         seed: int,
         device: str | torch.device = "cpu",
         world: dist.ProcessGroup | None = None,
+        teacher: Teacher | None = None,
     ) -> None:
+        if objective.needs_teacher and teacher is None:
+            raise DrafterError(
+                "objective.terms compares with the target's distributions, and no teacher was given; "
+                "give the target's norm and head, or use ce alone"
+            )
         for name, tensor in (("embedding", embedding), ("head", head)):
             if tuple(tensor.shape) != (spec.vocab_size, spec.hidden_size):
                 raise DrafterError(
@@ -85,7 +96,11 @@ class Learner:
         self._head = self._embedding if tied else head.detach().to(self.device, self.dtype)
         self.network = Drafter(spec, attention=drafter.attention, seed=seed).to(self.device)
         self.optimizer = MasterOptimizer(self.network, optimizer, total_steps)
-        self.gamma = objective.gamma or default_gamma(spec.block_size)
+        self.seed, self.teacher = seed, teacher
+        gamma = objective.gamma or default_gamma(spec.block_size)
+        self.gammas = Schedule("linear", gamma, objective.gamma_end or gamma, 0, max(1, total_steps - 1))
+        self.shares = _share_schedules(objective, total_steps)
+        self.noise_ratios = noise_ratio(drafter.noise, total_steps)
         self.steps_done = 0
         self.skipped_in_row = 0
         self._tally = WindowTally(spec.num_drafts, self.device)
@@ -97,9 +112,41 @@ class Learner:
         any anchor takes part in the window and contributes nothing.
         """
         self._tally.count(batch.host)
-        features = batch.features.to(self.device, self.dtype, non_blocking=True)
+        self._require_teacher(batch)
+        features, last = self._moved(batch)
+        ratio = self.noise_ratios.at(self.steps_done)
+        if ratio:
+            features, energies = add_noise(
+                features, batch.host, len(self.spec.taps), self.settings.noise.kind, ratio, self.seed
+            )
+            self._tally.add("noise", energies.flatten())
+        every = self.settings.diagnose_every
+        diagnosing = bool(every) and self.steps_done % every == 0
         for part in portions(batch.host, self.spec.block_size, self.settings.positions_per_pass):
-            self._accumulate_part(part.host, features[part.tokens])
+            teacher_input = last[part.tokens] if last is not None else None
+            total = self._measure(part.host, features[part.tokens], teacher_input, self._tally, diagnosing)
+            if total is not None:
+                total.backward()
+
+    @torch.no_grad()
+    def validate(self, batches: Iterable[FeatureBatch]) -> dict[str, Ratio]:
+        """The metrics of training on held-out batches: no noise, no gradient, nothing of the open window touched.
+
+        Args:
+            batches: collated with anchors of a fixed epoch, so that every evaluation sees the same blocks.
+
+        Returns:
+            ``loss`` and all ratios of `StepReport.ratios` that depend on the batches.
+        """
+        tally = WindowTally(self.spec.num_drafts, self.device)
+        for batch in batches:
+            self._require_teacher(batch)
+            features, last = self._moved(batch)
+            for part in portions(batch.host, self.spec.block_size, self.settings.positions_per_pass):
+                teacher_input = last[part.tokens] if last is not None else None
+                self._measure(part.host, features[part.tokens], teacher_input, tally, diagnosing=True)
+        sums, _ = tally.fetch(torch.zeros(0, device=self.device))
+        return {"loss": _loss(sums), **self._ratios(sums)}
 
     def step(
         self, *, step: int, epoch: int, window: int, seconds: float, waits_s: Mapping[str, float] | None = None
@@ -125,7 +172,7 @@ class Learner:
         sums, (norm, unmoved, norm_weights) = tally.fetch(torch.stack([self.optimizer.norm(), *self._norms_unmoved()]))
         if self.world is not None:
             counts, batches, sums, max_length = add_counters(counts, batches, sums, max_length, self.world)
-        loss = Ratio(*(float(sum(sums[n][i] for n in sums if n.startswith("loss/"))) for i in (0, 1)))
+        loss = _loss(sums)
         rate = self.optimizer.rates.at(self.steps_done)
         gradient_norm = float(norm) / loss.denominator if loss.denominator else float(norm)
         finite = math.isfinite(gradient_norm) and math.isfinite(loss.numerator)
@@ -139,7 +186,7 @@ class Learner:
         if self.skipped_in_row >= self.optimizer.config.max_skipped_steps:
             raise DrafterError(self._not_finite(tally, sums, step))
         buckets = bucket_totals(counts, sums)
-        ratios = ratios_of(sums, self.spec.num_drafts, self.spec.first_draft_slot)
+        ratios = self._ratios(sums) | self._scheduled(self.steps_done - 1)
         ratios["norms/unmoved"] = Ratio(float(unmoved), float(norm_weights))
         anchors = sum(bucket.anchors for bucket in buckets.values())
         return StepReport(
@@ -180,26 +227,74 @@ class Learner:
         self.steps_done = int(state["steps_done"])
         self.skipped_in_row = int(state["skipped_in_row"])
 
-    def _accumulate_part(self, host: HostBatch, features: Tensor) -> None:
+    def _measure(
+        self, host: HostBatch, features: Tensor, last_hidden: Tensor | None, tally: WindowTally, diagnosing: bool
+    ) -> Tensor | None:
+        """Σ weighted loss of some samples, differentiable; their metrics go to the tally. None without anchors."""
         table = build_blocks(host, self.spec)
         if not len(table.rows):
-            return
-        hidden = self._hidden(host, features, table).flatten(0, 1)
+            return None
+        hidden = self._hidden(host, features, table)
+        found = self._losses(hidden.flatten(0, 1), table, last_hidden)
+        cells, live = self._on_device(table.cells), self._on_device(table.live)
+
+        def grid(values: Tensor) -> Tensor:
+            empty = torch.zeros(live.numel(), dtype=values.dtype, device=self.device)
+            return empty.index_copy(0, cells, values).view(live.shape)
+
+        strategy = SLOT_WEIGHTS[self.objective.name]
+        gamma = self.gammas.at(self.steps_done)
+        weights = strategy(grid(found.cross_entropy.detach()), live, gamma, self.objective.alpha)
+        weights = weigh(weights, self._on_device(table.documents), len(host.lengths), self.objective.weighting)
+        total = (weights * grid(found.loss)).sum()
+        tally.add_loss(host.planned.bucket, host.planned.index, total, weights.sum())
+        tally.add_acceptance(grid(found.correct), live)
+        for name, values in found.terms.items():
+            tally.add(f"term/{name}", torch.stack([values.sum(), torch.full_like(values[0], len(values))]))
+        if diagnosing:
+            chosen = spread(len(table.live), self.settings.diagnose_share)
+            first, some = self.spec.first_draft_slot, self._on_device(chosen)
+            labels = self._on_device(table.labels[chosen])
+            drafting = hidden.detach().index_select(0, some)[:, first : first + self.spec.num_drafts]
+            diagnose(drafting, self._head, labels, live[some], self.settings.head_chunk, tally)
+        return total
+
+    def _losses(self, hidden: Tensor, table: BlockTable, last_hidden: Tensor | None) -> MixtureLosses:
+        """Losses of the live drafts from the hidden states of all slots [A·K, D]."""
         supervised = hidden.index_select(0, self._on_device(table.rows))
         labels = table.labels.reshape(-1)[table.cells]
-        losses, right = head_cross_entropy(supervised, self._head, labels, self.settings.head_chunk)
-        cells, live = self._on_device(table.cells), self._on_device(table.live)
-        zeros = torch.zeros(live.numel(), dtype=losses.dtype, device=self.device)
-        grid = zeros.index_copy(0, cells, losses).view(live.shape)
-        strategy = SLOT_WEIGHTS[self.objective.name]
-        weights = strategy(grid.detach(), live, self.gamma, self.objective.alpha)
-        documents = self._on_device(table.documents)
-        weights = weigh(weights, documents, len(host.lengths), self.objective.weighting)
-        total = (weights * grid).sum()
-        total.backward()
-        correct = torch.zeros_like(live).view(-1).index_copy(0, cells, right).view(live.shape)
-        self._tally.add_loss(host.planned.bucket, host.planned.index, total, weights.sum())
-        self._tally.add_acceptance(correct, live)
+        shares = {name: schedule.at(self.steps_done) for name, schedule in self.shares.items()}
+        if set(shares) == {"ce"} and shares["ce"] == 1.0:
+            losses, right = head_cross_entropy(supervised, self._head, labels, self.settings.head_chunk)
+            return MixtureLosses(losses, losses.detach(), right, {"ce": losses.detach()})
+        rows = last_hidden.index_select(0, self._on_device(table.teacher_rows)) if last_hidden is not None else None
+        return head_mixture(supervised, self._head, labels, shares, self.teacher, rows, self.settings.head_chunk)
+
+    def _moved(self, batch: FeatureBatch) -> tuple[Tensor, Tensor | None]:
+        last = batch.last_hidden if self.objective.needs_teacher else None
+        moved = last.to(self.device, non_blocking=True) if last is not None else None
+        return batch.features.to(self.device, self.dtype, non_blocking=True), moved
+
+    def _require_teacher(self, batch: FeatureBatch) -> None:
+        if self.objective.needs_teacher and batch.last_hidden is None:
+            raise DrafterError(
+                f"batch {batch.host.planned.index}: objective.terms needs the target's last hidden states, and the "
+                "target stage did not send them; have it send them, or use ce alone"
+            )
+
+    def _ratios(self, sums: dict[str, np.ndarray]) -> dict[str, Ratio]:
+        first = self.spec.first_draft_slot
+        ratios = ratios_of(sums, self.spec.num_drafts, first) | diagnosis_ratios(sums, first)
+        for name in self.shares:
+            total, count = sums.get(f"term/{name}", np.zeros(2))
+            ratios[f"objective/{name}"] = Ratio(float(total), float(count))
+        return ratios
+
+    def _scheduled(self, step: int) -> dict[str, Ratio]:
+        values = {"schedule/noise_ratio": self.noise_ratios.at(step)}
+        if self.objective.name == "decay":
+            values["schedule/gamma"] = self.gammas.at(step)
+        return {name: Ratio(value, 1.0) for name, value in values.items()}
 
     def _hidden(self, host: HostBatch, features: Tensor, table: BlockTable) -> Tensor:
         blocks = F.embedding(self._on_device(table.tokens), self._embedding)
@@ -221,3 +316,17 @@ class Learner:
             f"step {step}: gradient not finite {self.skipped_in_row} steps in a row; last in batches {named}, samples "
             f"{samples[:20]}{' ...' if len(samples) > 20 else ''}; look at their features, or lower optimizer.lr"
         )
+
+
+def _loss(sums: Mapping[str, np.ndarray]) -> Ratio:
+    """(Σ weighted loss, Σ weight) over all buckets."""
+    pairs = [values for name, values in sums.items() if name.startswith("loss/")]
+    return Ratio(float(sum(pair[0] for pair in pairs)), float(sum(pair[1] for pair in pairs)))
+
+
+def _share_schedules(objective: ObjectiveConfig, total_steps: int) -> dict[str, Schedule]:
+    """Share of each term by 0-based step, for the terms that ever have one."""
+    end = objective.terms if objective.terms_end is None else objective.terms_end
+    both = {name: (objective.terms.get(name, 0.0), end.get(name, 0.0)) for name in (*objective.terms, *end)}
+    last = max(1, total_steps - 1)
+    return {name: Schedule("linear", *pair, 0, last) for name, pair in both.items() if any(pair)}

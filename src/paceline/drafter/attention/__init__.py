@@ -14,9 +14,14 @@ from collections.abc import Callable
 from torch import Tensor
 
 from paceline.drafter.attention.dense import dense_attention
+from paceline.drafter.attention.flex import flex_attention_over_blocks
 from paceline.drafter.attention.layout import Layout
 from paceline.drafter.attention.split import split_attention
 
 Attention = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Layout, int | None, bool], Tensor]
 
-BACKENDS: dict[str, Attention] = {"dense": dense_attention, "split": split_attention}
+BACKENDS: dict[str, Attention] = {
+    "dense": dense_attention,
+    "split": split_attention,
+    "flex": flex_attention_over_blocks,
+}

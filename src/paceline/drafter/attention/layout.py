@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,6 +25,7 @@ class Layout:
         context_documents: document of each packed token, int64 [S].
         block_size: slots of a block, K.
         device: where tensors of this layout live.
+        masks: masks that a backend has built for this layout, by layer kind; draft layers of one kind share them.
     """
 
     anchors: np.ndarray
@@ -33,6 +35,7 @@ class Layout:
     context_documents: np.ndarray
     block_size: int
     device: torch.device
+    masks: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @staticmethod
     def of(

@@ -1,0 +1,114 @@
+"""Tree streaks against the heap of the paper and against all trees by enumeration."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+from paceline.drafter.diagnosis import TEMPERATURES, calibrated_temperature, spread
+from paceline.drafter.tree import tree_streaks
+
+EXAMPLE = [[0.6, 0.3, 0.1], [0.5, 0.4, 0.1], [0.9, 0.05, 0.05]]
+
+
+def heap_tree(chances: np.ndarray, budget: int) -> list[tuple[tuple[int, ...], float]]:
+    """(prefix of tokens, probability) of the nodes: pop the best, push its next sibling and its first child."""
+    order = np.argsort(-chances, axis=1, kind="stable")
+
+    def node(ranks):
+        return -float(np.prod([chances[d, order[d, r]] for d, r in enumerate(ranks)])), ranks
+
+    heap, found = [node((0,))], []
+    while heap and len(found) < budget:
+        negative, ranks = heapq.heappop(heap)
+        found.append((tuple(int(order[d, r]) for d, r in enumerate(ranks)), -negative))
+        if ranks[-1] + 1 < chances.shape[1]:
+            heapq.heappush(heap, node((*ranks[:-1], ranks[-1] + 1)))
+        if len(ranks) < len(chances):
+            heapq.heappush(heap, node((*ranks, 0)))
+    return found
+
+
+def batched(chances, labels, live, budgets):
+    logs = torch.tensor(chances).log()
+    own = logs.gather(2, torch.tensor(labels)[..., None])[..., 0]
+    top = logs.sort(dim=2, descending=True).values
+    return tree_streaks(top, own, torch.tensor(live), budgets)
+
+
+def test_the_example():
+    tree = heap_tree(np.array(EXAMPLE), 6)
+    assert [prefix for prefix, _ in tree] == [(0,), (0, 0), (1,), (0, 0, 0), (0, 1), (0, 1, 0)]
+    assert 1 + sum(chance for _, chance in tree) == pytest.approx(2.926)
+    found = batched([EXAMPLE], [[0, 1, 0]], [[True] * 3], [6])
+    assert 1 + found.surrogates[0, 0] == pytest.approx(2.926)
+    assert found.streaks[0, 0] == 3
+    assert batched([EXAMPLE], [[1, 1, 0]], [[True] * 3], [6]).streaks[0, 0] == 1
+
+
+def test_all_trees_by_enumeration_and_by_heap():
+    random = np.random.default_rng(0)
+    for _ in range(120):
+        depth, vocabulary = int(random.integers(1, 5)), int(random.integers(2, 5))
+        chances = random.dirichlet(np.full(vocabulary, 0.6), (1, depth)) + 1e-6
+        chances /= chances.sum(2, keepdims=True)
+        labels, live = (
+            random.integers(0, vocabulary, (1, depth)),
+            np.arange(depth)[None] < random.integers(0, depth + 1),
+        )
+        budgets = sorted(random.choice(np.arange(1, 30), 3, replace=False).tolist())
+        prefixes = [p for d in range(1, depth + 1) for p in itertools.product(range(vocabulary), repeat=d)]
+        value = {p: float(np.prod([chances[0, i, t] for i, t in enumerate(p)])) for p in prefixes}
+        best = sorted(prefixes, key=lambda p: -value[p])
+        found = batched(chances, labels, live, budgets)
+        for row, budget in enumerate(budgets):
+            tree = set(best[:budget])
+            path = tuple(int(t) for t in labels[0])
+            streak = 0
+            while streak < depth and live[0, streak] and path[: streak + 1] in tree:
+                streak += 1
+            assert {p for p, _ in heap_tree(chances[0], budget)} == tree
+            assert found.streaks[row, 0] == streak
+            assert found.surrogates[row, 0] == pytest.approx(sum(value[p] for p in tree), rel=1e-9)
+
+
+def test_only_as_many_tokens_as_the_budget_matter():
+    """The likeliest N tokens of a slot suffice for a budget of N."""
+    random = np.random.default_rng(1)
+    logs = torch.log_softmax(torch.from_numpy(random.normal(0, 2, (20, 6, 300))), dim=2)
+    labels = torch.from_numpy(random.integers(0, 4, (20, 6)))
+    order = logs.sort(dim=2, descending=True)
+    own = order.values.gather(2, labels[..., None])[..., 0]
+    live = torch.ones(20, 6, dtype=torch.bool)
+    whole, short = (tree_streaks(order.values[..., :n], own, live, [16, 64]) for n in (300, 64))
+    assert torch.equal(whole.streaks, short.streaks)
+    torch.testing.assert_close(whole.surrogates, short.surrogates)
+    assert (whole.streaks[1] >= whole.streaks[0]).all() and whole.streaks.max() > 1
+
+
+def test_calibration_finds_the_temperature_of_sampled_labels():
+    """Labels drawn at temperature 1.6 of the drafter's logits: the tree expects what it gets there."""
+    random = np.random.default_rng(2)
+    logits = random.normal(0, 2.5, (3000, 4, 12))
+    chances = np.exp(logits / 1.6)
+    chances /= chances.sum(2, keepdims=True)
+    labels = (chances.cumsum(2) < random.random((3000, 4, 1))).sum(2)
+    sums = []
+    for temperature in TEMPERATURES:
+        logs = torch.log_softmax(torch.from_numpy(logits) / temperature, dim=2)
+        own = logs.gather(2, torch.from_numpy(labels)[..., None])[..., 0]
+        live = torch.ones(3000, 4, dtype=torch.bool)
+        found = tree_streaks(logs.sort(dim=2, descending=True).values, own, live, [8])
+        sums.append([float(found.streaks.sum()), float(found.surrogates.sum())])
+    assert calibrated_temperature(np.array(sums)) == pytest.approx(1.6, rel=0.05)
+    assert calibrated_temperature(np.zeros((len(TEMPERATURES), 2))) is None
+
+
+def test_blocks_are_chosen_evenly():
+    assert spread(10, 1.0).tolist() == list(range(10))
+    assert spread(100, 0.05).tolist() == [0, 20, 40, 60, 80]
+    assert spread(3, 0.01).tolist() == [0] and spread(0, 0.5).tolist() == []
