@@ -39,7 +39,14 @@ def test_card_of_a_run(make_spec, make_facts) -> None:
         },
         evaluations=[
             {"step": 0, "tau_micro": 1.01},
-            {"step": 200, "tau_micro": 2.5, "tau_macro": 2.625, "num_prompts": 8},
+            {
+                "step": 200,
+                "tau_micro": 2.5,
+                "tau_macro": 2.625,
+                "num_prompts": 8,
+                "by_tag": {"chat": {"passes": 40, "tokens": 90, "tau": 2.25}},
+                "by_context": {},
+            },
         ],
         versions={"paceline": "0.1.0", "platform": "Linux"},
     )
@@ -61,6 +68,8 @@ def test_card_of_a_run(make_spec, make_facts) -> None:
         "| step | τ micro | τ macro | num prompts |",
         "| 0 | 1.010 |  |  |",
         "| 200 | 2.500 | 2.625 | 8 |",
+        "| tag | τ | target passes |",
+        "| chat | 2.250 | 40 |",
         "| versions | paceline 0.1.0 |",
     ):
         assert line in body.splitlines(), line

@@ -188,8 +188,10 @@ def _data_rows(origin: Origin) -> Iterator[tuple[str, Any]]:
 
 
 def acceptance_table(evaluations: Sequence[Mapping[str, Any]]) -> str:
-    """A Markdown table of every evaluation's numbers whose name says tau, and the number of prompts; empty without
-    any."""
+    """Markdown tables of decoding held-out prompts: τ by step; then the newest step's by tag and by context length.
+
+    Every number whose name says tau becomes a column, and the number of prompts; empty without any.
+    """
     columns: dict[str, None] = {}
     for entry in evaluations:
         named = (key for key, value in entry.items() if type(value) in (int, float) and key != "step")
@@ -198,6 +200,15 @@ def acceptance_table(evaluations: Sequence[Mapping[str, Any]]) -> str:
         return ""
     head = ["step", *(name.replace("_", " ").replace("tau", "τ") for name in columns)]
     rows = [[entry["step"], *(entry.get(name, "") for name in columns)] for entry in evaluations]
+    tables = [_columns(head, rows)]
+    for key, title in (("by_tag", "tag"), ("by_context", "context tokens")):
+        if groups := evaluations[-1].get(key):
+            rows = [[name, group["tau"], group["passes"]] for name, group in groups.items()]
+            tables.append(_columns([title, "τ", "target passes"], rows))
+    return "\n\n".join(tables)
+
+
+def _columns(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     return "\n".join([*lines, *("| " + " | ".join(map(_number, row)) + " |" for row in rows)])
 
