@@ -1,0 +1,44 @@
+"""Tiny pairs of target and drafter."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from paceline.config import DrafterConfig, TargetConfig
+from paceline.drafter.network import Drafter
+from paceline.drafter.spec import derive_spec
+from paceline.target.load import load_target
+from tiny_targets import save_tiny
+
+TAPS = [0, 2]
+
+
+@pytest.fixture(scope="session")
+def make_pair(tmp_path_factory):
+    """A function: model type and its options → (target, random drafter)."""
+    folders = {}
+
+    def make(model_type, *, dtype="float64", drafter=None, **more):
+        key = (model_type, tuple(sorted(more.items())))
+        if key not in folders:
+            folders[key] = save_tiny(tmp_path_factory.mktemp(model_type), model_type, **more)
+        target = load_target(TargetConfig(path=str(folders[key])), TAPS, dtype=dtype)
+        config = DrafterConfig(num_layers=2, **{"mask_token_id": 3, "block_size": 6, **(drafter or {})})
+        network = Drafter(derive_spec(config, target.facts, TAPS, None))
+        with torch.no_grad():
+            for parameter in network.parameters():
+                if parameter.dim() == 2:
+                    parameter.mul_(10)  # so that context matters to the drafts
+        return target, network
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def prompts():
+    """Eight random prompts of 1 to 24 tokens."""
+    source = random.Random(5)
+    return [[source.randrange(4, 97) for _ in range(length)] for length in (1, 2, 5, 9, 9, 13, 17, 24)]

@@ -1,0 +1,121 @@
+"""Evaluation reports: measures by hand, lossless checks, the training forward beside the loop, the negative control."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from paceline.config import EvaluateConfig
+from paceline.errors import DataError
+from paceline.evaluate import run
+from paceline.evaluate.decode import Decoded, Pass, greedy_decode
+from paceline.evaluate.measures import by_context, group, histogram, macro_tau, slot_rates
+from paceline.evaluate.run import evaluate, lossless
+
+PASSES = [Pass(10, 3, 3, 4), Pass(300, 3, 0, 1), Pass(301, 3, 1, 2), Pass(1100, 2, 2, 2)]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    id: str
+    ids: list[int]
+    tags: tuple[str, ...] = ()
+
+
+def test_measures_by_hand():
+    assert group(PASSES).tau == 9 / 4 and group([]).passes == 0
+    assert macro_tau([PASSES[:1], PASSES[1:], []]) == (4 + 5 / 3) / 2
+    assert histogram(PASSES, 3) == [1, 1, 1, 1]
+    rates = slot_rates(PASSES, 3)
+    assert [(rate.reached, rate.accepted) for rate in rates] == [(4, 3), (3, 2), (1, 1)]
+    assert [rate.conditional for rate in rates] == [3 / 4, 2 / 3, 1.0]
+    assert [rate.cumulative for rate in rates] == [3 / 4, 2 / 4, 1 / 4]
+    assert {name: entry.passes for name, entry in by_context(PASSES).items()} == {
+        "0-255": 1,
+        "256-1023": 2,
+        "1024-4095": 1,
+    }
+
+
+def test_tau_is_the_mean_over_blocks_not_a_product_of_slots():
+    """Blocks [1111] and [0000]: τ is 3, although every slot accepts half of the blocks."""
+    passes = [Pass(0, 4, 4, 5), Pass(5, 4, 0, 1)]
+    assert group(passes).tau == 3.0
+    assert [rate.conditional for rate in slot_rates(passes, 4)] == [0.5, 1.0, 1.0, 1.0]
+
+
+@pytest.fixture(scope="module")
+def report(make_pair, prompts):
+    """A float64 evaluation of a random pair."""
+    target, network = make_pair("qwen3")
+    asked = [Prompt(f"p{at}", ids, ("even" if at % 2 == 0 else "odd",)) for at, ids in enumerate(prompts)]
+    return evaluate(target, network, asked, EvaluateConfig(num_prompts=6, max_new_tokens=24))
+
+
+def test_a_report_adds_up(report):
+    assert report.num_prompts == len(report.rows) == 6
+    assert sum(report.histogram) == report.passes == sum(len(row.accepted) for row in report.rows)
+    assert report.new_tokens == sum(row.new_tokens for row in report.rows)
+    assert 1 <= report.tau_micro < 3 and report.tokens_per_pass <= report.tau_micro
+    assert sum(entry.passes for entry in report.by_tag.values()) == report.passes
+    assert sum(entry.passes for entry in report.by_context.values()) == report.passes
+    assert report.dtype == "float64"
+    assert json.loads(json.dumps(report.to_json()))["tau_micro"] == report.tau_micro
+
+
+def test_float64_is_lossless(report):
+    assert (report.lossless.checked, report.lossless.equal, report.lossless.faults) == (6, 6, 0)
+
+
+def test_training_forward_agrees(report):
+    assert report.training_agrees and report.training_tau >= 1
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_lower_precision_differs_by_rounding_at_most(make_pair, prompts, dtype):
+    target, network = make_pair("qwen3", dtype=dtype)
+    asked = [Prompt(str(at), ids) for at, ids in enumerate(prompts)]
+    report = evaluate(target, network, asked, EvaluateConfig(max_new_tokens=24))
+    assert report.lossless.checked == 8 and report.lossless.faults == 0
+    assert report.training_agrees
+
+
+def test_a_lossy_answer_is_a_fault_with_its_gap(make_pair, prompts):
+    target, _ = make_pair("qwen3", dtype="float32")
+    prompt = Prompt("x", prompts[4])
+    plain = greedy_decode(target, prompt.ids, max_new_tokens=10)
+    ids = list(plain.ids)
+    ids[6] = (ids[6] + 1) % 97
+    found = lossless(target, [prompt], [Decoded(ids, "length")], [plain])
+    with torch.no_grad():
+        row = target.model(input_ids=torch.tensor([[*prompt.ids, *plain.ids[:6]]])).logits[0, -1]
+    (entry,) = found.differences
+    assert (found.equal, found.faults) == (0, 1) and (entry["prompt"], entry["place"]) == ("x", 6)
+    assert entry["logit_gap"] == pytest.approx(float(row[plain.ids[6]] - row[ids[6]]), abs=1e-4)
+    shorter = lossless(target, [prompt], [Decoded(plain.ids[:5], "stop")], [plain])
+    assert shorter.faults == 1 and shorter.differences[0]["place"] == 5
+
+
+def test_the_control_sees_no_features(make_pair, prompts, monkeypatch):
+    target, network = make_pair("qwen3")
+    blind = []
+    original = run.speculative_decode
+
+    def noted(*args, without_features=False, **more):
+        blind.append(without_features)
+        return original(*args, without_features=without_features, **more)
+
+    monkeypatch.setattr(run, "speculative_decode", noted)
+    asked = [Prompt(str(at), ids) for at, ids in enumerate(prompts)]
+    report = evaluate(target, network, asked, EvaluateConfig(max_new_tokens=8), check_lossless=False)
+    assert blind == [False] * 8 + [True] * 4
+    assert report.lossless is None and report.control_tau is not None and report.control_suspicious is False
+
+
+def test_no_prompts_are_refused(make_pair):
+    target, network = make_pair("qwen3")
+    with pytest.raises(DataError, match="no prompts"):
+        evaluate(target, network, [], EvaluateConfig())
