@@ -35,22 +35,20 @@ from paceline.target.generate import TargetGenerator
 log = logging.getLogger("make_demo_chats")
 
 TRAINING_SHARES = {
-    "class": 0.17,
-    "code": 0.17,
-    "docs": 0.16,
-    "library": 0.1,
-    "overview": 0.08,
-    "reference": 0.17,
-    "small-talk": 0.15,
+    "class": 0.18,
+    "code": 0.18,
+    "docs": 0.18,
+    "library": 0.12,
+    "reference": 0.18,
+    "small-talk": 0.16,
 }
-"""Share of each kind of chat among the training prompts."""
+"""Share of each kind of chat among the training prompts; overviews are not asked for, as this target never ends one."""
 
 ANSWER_LIMITS = {
     "class": 320,
     "code": 160,
     "docs": 96,
     "library": 192,
-    "overview": 448,
     "reference": 208,
     "small-talk": 64,
 }
@@ -202,7 +200,7 @@ def main() -> None:
     parser.add_argument("--target", type=Path, required=True, help="folder of the demo target")
     parser.add_argument("--out", type=Path, required=True, help="folder to write the files to")
     parser.add_argument("--work", type=Path, required=True, help="folder for answers under way")
-    parser.add_argument("--rows", type=int, default=1800, help="training prompts asked")
+    parser.add_argument("--rows", type=int, default=1200, help="training prompts asked")
     parser.add_argument("--held-out-rows", type=int, default=96, help="evaluation prompts asked")
     parser.add_argument("--temperature", type=float, default=0.7, help="of the sampled training rows")
     parser.add_argument("--threads", type=int, default=1)
