@@ -28,6 +28,13 @@ HEADINGS = (
 )  # fmt: skip
 
 
+EVALUATION = {
+    "slots": [{"slot": 1, "conditional": 0.7}, {"slot": 2, "conditional": None}],
+    "by_tag": {"code": {"tau": 3.25, "passes": 4, "tokens": 13}},
+    "rows": [{"id": "p-1", "tau": 2.5, "accepted": [3, 0]}],
+}
+
+
 class Checker(html.parser.HTMLParser):
     """Collects ids, links and whatever would be fetched; checks that elements nest."""
 
@@ -76,7 +83,9 @@ def checked(path) -> tuple[Checker, str]:
 def test_the_report_of_a_run_is_one_file_whose_links_work(make_run):
     run_dir = make_run()
     (run_dir / "evaluation.json").write_text(
-        json.dumps({"evaluations": [{"step": 40, "tau_micro": 2.75, "lossless": {"equal": 7, "checked": 8}}]})
+        json.dumps(
+            {"evaluations": [{"step": 40, "tau_micro": 2.75, "lossless": {"equal": 7, "checked": 8}} | EVALUATION]}
+        )
     )
     checker, text = checked(write_report(run_dir))
     assert checker.fetched == []
@@ -103,7 +112,8 @@ def test_the_report_of_a_run_is_one_file_whose_links_work(make_run):
     wanted += ["Decoding held-out prompts", "Configuration", "Plan and padding", "Draft positions a second"]
     assert set(wanted) <= set(checker.headings)
     assert "What is missing" not in checker.headings
-    assert "2.75" in text and "lossless.equal" in text and "small" in text and "token_budget" in text
+    assert "2.75" in text and "7 of 8" in text and "small" in text and "token_budget" in text
+    assert "▮▮▮▯ ▯" in text and "3.25" in text and "τ by tag" in text
     assert "#01" not in text and "#02" not in text and "#03" not in text
 
 

@@ -1,4 +1,4 @@
-"""``paceline report``: one HTML file that explains a run."""
+"""``paceline report``: one HTML file that explains a run, or compares several."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from typing import Annotated
 import tyro
 
 from paceline.cli import frame
+from paceline.errors import ConfigError
 
 
 @dataclass
 class Arguments:
-    """Which run, and where the report goes."""
+    """Which runs, and where the report goes."""
 
-    run: Annotated[Path, tyro.conf.Positional]
-    """Directory of the run, finished or not."""
+    runs: Annotated[list[Path], tyro.conf.Positional, tyro.conf.arg(metavar="RUN [RUN ...]")]
+    """Directory of the run, finished or not; several are compared with the first."""
     out: Path | None = None
-    """HTML file to write. Unset: report.html in the run directory."""
+    """HTML file to write. Unset: report.html in the run directory, comparison.html here for several runs."""
 
 
 def run(argv: Sequence[str]) -> int:
@@ -28,10 +29,20 @@ def run(argv: Sequence[str]) -> int:
         Arguments,
         argv,
         prog="paceline report",
-        description="Write one self-contained HTML file that explains a run.\n\nExample: paceline report runs/first",
+        description=(
+            "Write one self-contained HTML file that explains a run, or compares several.\n\n"
+            "Examples: paceline report runs/first\n          paceline report runs/first runs/second --out both.html"
+        ),
     )
-    from paceline.observe.report import write_report
+    if not arguments.runs:
+        raise ConfigError("paceline report: no run given; give the directory of a run, for example runs/first")
+    if len(arguments.runs) > 1:
+        from paceline.observe.comparison import COMPARISON_FILE, write_comparison
 
-    path = write_report(arguments.run, arguments.out)
+        path = write_comparison(arguments.runs, arguments.out or Path(COMPARISON_FILE))
+    else:
+        from paceline.observe.report import write_report
+
+        path = write_report(arguments.runs[0], arguments.out)
     frame.stdout.print(str(path), markup=False)
     return 0

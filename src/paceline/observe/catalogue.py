@@ -147,8 +147,8 @@ CATALOGUE: tuple[Metric, ...] = (
     ),
     Metric("queue/{queue}_items", "item", "items waiting in a channel", "one channel", "last"),
     Metric("queue/{queue}_bytes", "B", "bytes waiting in a channel", "one channel", "last"),
-    Metric("memory/{device}_bytes", "B", "memory in use", "one device", "last"),
-    Metric("memory_peak/{device}_bytes", "B", "most memory in use so far", "one device", "max"),
+    Metric("memory/{device}_bytes", "B", "memory in use", "a device or process", "last"),
+    Metric("memory_peak/{device}_bytes", "B", "most memory in use so far", "a device or process", "max"),
     # Progress.
     Metric("progress/epoch", "epoch", "0-based epoch", "the run", "last"),
     Metric("progress/window", "window", "0-based window of the epoch", "the run", "last"),

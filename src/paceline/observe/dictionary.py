@@ -8,11 +8,13 @@ from paceline.observe.catalogue import CATALOGUE, REDUCTION_TEXT, Metric
 
 _INTRODUCTION = """# Metrics
 
-Generated from `paceline.observe.catalogue`; do not edit. To renew it: `python -m paceline.observe.dictionary > docs/metrics.md`.
+Generated from `paceline.observe.catalogue`; do not edit. To renew it:
+`python -m paceline.observe.dictionary > docs/metrics.md`.
 
-These are all the metrics of a run; a name that is not here cannot be logged. They are the names in `metrics.jsonl` (under
-`values`), in W&B, TensorBoard and trackio. The part before the slash groups them on dashboards. A word in braces stands
-for a number or a name: `loss/bucket_{bucket}` is `loss/bucket_0`, `loss/bucket_1`, …, bucket 0 with the shortest samples.
+A name that is not here cannot be logged; a run logs those of them that its settings and its machine have something to
+say about. They are the names in `metrics.jsonl` (under `values`), in W&B, TensorBoard and trackio. The part before the
+slash groups them on dashboards. A word in braces stands for a number or a name: `loss/bucket_{bucket}` is
+`loss/bucket_0`, `loss/bucket_1`, and so on; bucket 0 holds the shortest samples.
 
 How one value comes from many micro-batches, ranks and optimizer steps:
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import resource
+import sys
 import threading
 import time
 from collections.abc import Mapping
@@ -227,6 +229,8 @@ class Observer:
 
     def _progress(self) -> None:
         gauge = self._tally.gauge
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        gauge("memory_peak/trainer_bytes", peak if sys.platform == "darwin" else peak * 1024)
         if self._total_steps > 0:
             gauge("progress/share", self._step / self._total_steps)
         if self._recent_s is not None:

@@ -63,7 +63,7 @@ def section(key: str, title: str, *children: Any) -> Html:
 
 def nested(value: Mapping[str, Any]) -> Html:
     """A nested mapping as a table of dotted names."""
-    return table(("name", "value"), _flat(value))
+    return table(("name", "value"), flat(value))
 
 
 def page(title: str, contents: Sequence[tuple[str, str]], body: Iterable[Any], ramp: int) -> str:
@@ -89,11 +89,12 @@ def page(title: str, contents: Sequence[tuple[str, str]], body: Iterable[Any], r
     )
 
 
-def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, str]]:
+def flat(value: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, str]]:
+    """Dotted name and text of each value of a nested mapping."""
     for key, inner in value.items():
         name = f"{prefix}{key}"
         if isinstance(inner, Mapping) and inner:
-            yield from _flat(inner, f"{name}.")
+            yield from flat(inner, f"{name}.")
         else:
             yield name, "–" if inner is None else str(inner)
 
@@ -147,6 +148,6 @@ thead th{color:var(--muted);font-weight:500}
 details{margin:.75rem 0}
 summary{cursor:pointer}
 pre{white-space:pre-wrap;overflow-wrap:anywhere;font-size:.85rem}
-mark{background:none;color:inherit;border-bottom:2px solid var(--s2);font-weight:600}
+.passes td:last-child{text-align:left}.passes code{letter-spacing:-.05em;overflow-wrap:anywhere}
 @media print{nav{display:none}figure{break-inside:avoid}}
 """

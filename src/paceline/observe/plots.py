@@ -88,15 +88,20 @@ def slots_over_time(run: History) -> str | None:
         return to_svg(figure, "slots-time")
 
 
-def slots_now(run: History) -> str | None:
-    """By slot, over the last tenth of the run: accuracy, and acceptance given that all earlier slots were accepted."""
+def slots_now(run: History, decoded: dict[int, float]) -> str | None:
+    """By slot, over the last tenth of the run: accuracy, and acceptance given that all earlier slots were accepted.
+
+    Args:
+        run: the run.
+        decoded: the same acceptance in real decoding, by slot; may be empty.
+    """
     slots = run.numbers("accuracy/slot_{slot}") or run.numbers("acceptance/slot_{slot}")
     if not slots:
         return None
     late = last_tenth(run)
     with drawing() as (figure, axes):
         for position, (family, text, marker) in enumerate(
-            (("accuracy", "accuracy", "o"), ("acceptance", "acceptance, given the earlier ones", "s"))
+            (("accuracy", "accuracy", "o"), ("acceptance", "acceptance", "s"))
         ):
             heights = [run.pooled(f"{family}/slot_{slot}", late) for slot in slots]
             if np.isfinite(heights).any():
@@ -104,6 +109,10 @@ def slots_now(run: History) -> str | None:
                 axes.plot(
                     slots, heights, color=colour, linestyle=DASHES[position], marker=marker, markersize=4, label=text
                 )
+        if decoded:
+            axes.plot(
+                *zip(*sorted(decoded.items()), strict=True), "D", color=INK, markerfacecolor="none", label="decoded"
+            )
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
         axes.set_ylim(bottom=0)
@@ -153,7 +162,7 @@ def lengths(run: History) -> str | None:
         axes.plot(x, raw, color=MUTED, linewidth=0.6, alpha=0.6)
         _line(axes, run, "window/mean_length", "mean", 0, series_colour(0), ends)
         _line(axes, run, "window/max_length", "longest", 1, series_colour(1), ends)
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: short(value)))
+        axes.yaxis.set_major_formatter(FuncFormatter(tick))
         _finish(axes, run, "tokens a sample", ends)
         axes.set_ylim(bottom=0)
         return to_svg(figure, "lengths")
@@ -230,10 +239,25 @@ def speed(run: History, name: str, title: str) -> str | None:
     with drawing(height=2.0) as (figure, axes):
         ends: Ends = []
         _line(axes, run, name, "", 0, series_colour(0), ends)
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: short(value)))
+        axes.yaxis.set_major_formatter(FuncFormatter(tick))
         _finish(axes, run, title, [])
         axes.set_ylim(bottom=0)
         return to_svg(figure, name.replace("/", "-"))
+
+
+def decoded_tau(run: History) -> list[tuple[int, float]]:
+    """(step, τ) of each evaluation that says both."""
+    found = []
+    for entry in run.evaluations:
+        tau = next((entry[key] for key in ("tau_micro", "tau") if isinstance(entry.get(key), (int, float))), None)
+        if tau is not None and isinstance(entry.get("step"), int):
+            found.append((entry["step"], float(tau)))
+    return found
+
+
+def tick(value: float, _: int) -> str:
+    """Text of an axis tick: SI prefixes for large numbers, plain digits for small ones."""
+    return short(value) if abs(value) >= 1000 else f"{value:g}"
 
 
 def last_tenth(run: History) -> slice:

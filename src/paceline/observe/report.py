@@ -10,6 +10,7 @@ import numpy as np
 
 from paceline.errors import RunDirectoryError
 from paceline.observe import plots
+from paceline.observe.decoding import decoded_slots, decoding
 from paceline.observe.diagnosis import Finding, diagnose
 from paceline.observe.history import History, read_history
 from paceline.observe.numerals import duration, percent, short
@@ -49,7 +50,7 @@ def render(run: History) -> str:
         ("missing", "What is missing", _missing(run)),
         ("loss", "Loss", _loss(run)),
         ("acceptance", "Acceptance", _acceptance(run)),
-        ("evaluation", "Decoding held-out prompts", _evaluation(run)),
+        ("evaluation", "Decoding held-out prompts", decoding(run)),
         ("data", "Data", _data(run)),
         ("plan", "Plan and padding", _plan(run)),
         ("optimizer", "Optimizer", _plots(_gradient(run))),
@@ -69,7 +70,7 @@ def render(run: History) -> str:
 def _summary(run: History) -> Html:
     late = plots.last_tenth(run)
     step = int(run.steps[-1]) if run.steps.size else 0
-    decoded = decoded_tau(run)
+    decoded = plots.decoded_tau(run)
     seconds = float(np.nansum(run.series("speed/seconds_per_step") * run.spans)) if run.steps.size else 0.0
     planned = f"of {run.total_steps}" if run.total_steps else ""
     pairs = [("optimizer steps", str(step), f"{planned} · {run.status}".removeprefix(" · "))]
@@ -137,26 +138,17 @@ def _loss(run: History) -> Html:
 def _acceptance(run: History) -> Html:
     return _plots(
         (
-            plots.acceptance(run, decoded_tau(run)),
+            plots.acceptance(run, plots.decoded_tau(run)),
             "Acceptance length τ",
             "Tokens per target pass, bonus included. Training counts blocks at random anchors; decoding serves.",
         ),
         (
-            plots.slots_now(run),
+            plots.slots_now(run, decoded_slots(run)),
             "By slot, last tenth of the run",
             "Accuracy counts a slot whatever came before it; acceptance only where all earlier slots were accepted.",
         ),
         (plots.slots_over_time(run), "Slot accuracy over time", "Slot 1 is the first draft after the anchor."),
     )
-
-
-def _evaluation(run: History) -> Html:
-    if not run.evaluations:
-        return Html("")
-    names = [name for name in _scalar_names(run.evaluations) if name != "step"]
-    columns = ("", *(f"step {entry.get('step', '?')}" for entry in run.evaluations))
-    rows = [(name, *(_cell(_dig(entry, name)) for entry in run.evaluations)) for name in names]
-    return table(columns, rows)
 
 
 def _data(run: History) -> Html:
@@ -268,16 +260,6 @@ def _events(run: History) -> Html:
     return table(("", "event", "details"), rows) if rows else Html("")
 
 
-def decoded_tau(run: History) -> list[tuple[int, float]]:
-    """(step, τ) of each evaluation that says both."""
-    found = []
-    for entry in run.evaluations:
-        tau = next((entry[key] for key in ("tau_micro", "tau") if isinstance(entry.get(key), (int, float))), None)
-        if tau is not None and isinstance(entry.get("step"), int):
-            found.append((entry["step"], float(tau)))
-    return found
-
-
 def _plots(*drawn: tuple[str | None, str, str]) -> Html:
     figures = [figure(svg, title, caption) for svg, title, caption in drawn if svg is not None]
     return element("div", *figures, class_="plots") if figures else Html("")
@@ -285,31 +267,6 @@ def _plots(*drawn: tuple[str | None, str, str]) -> Html:
 
 def _details(title: str, value: dict[str, Any]) -> Html:
     return element("details", element("summary", title), nested(value)) if value else Html("")
-
-
-def _scalar_names(entries: list[dict[str, Any]], prefix: str = "") -> list[str]:
-    """Dotted names of plain values in any entry, in the order in which they appear."""
-    names: dict[str, None] = {}
-    for entry in entries:
-        for key, value in entry.items():
-            if isinstance(value, dict):
-                names |= dict.fromkeys(_scalar_names([value], f"{prefix}{key}."))
-            elif not isinstance(value, list):
-                names[f"{prefix}{key}"] = None
-    return list(names)
-
-
-def _dig(entry: dict[str, Any], name: str) -> Any:
-    value: Any = entry
-    for key in name.split("."):
-        value = value.get(key) if isinstance(value, dict) else None
-    return value
-
-
-def _cell(value: Any) -> str:
-    if isinstance(value, bool) or value is None:
-        return {True: "yes", False: "no", None: "–"}[value]
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def _steps_with(run: History, bucket: int) -> float:

@@ -1,0 +1,112 @@
+"""The report's part on decoding held-out prompts, from evaluation.json; what is not there is left out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from paceline.observe.history import History
+from paceline.observe.page import Html, element, joined, table
+
+MAX_PROMPTS = 30
+"""Prompts whose passes are shown."""
+MAX_PASSES = 60
+"""Passes shown of one prompt."""
+
+_FIGURES = (
+    ("num_prompts", "prompts"),
+    ("passes", "target passes"),
+    ("new_tokens", "new tokens"),
+    ("tau_micro", "τ over all passes"),
+    ("tau_macro", "τ, mean over prompts"),
+    ("training_tau", "τ of the training forward on the same blocks"),
+    ("control_tau", "τ without features (near 1 is right)"),
+    ("seconds_per_token", "seconds a token"),
+    ("plain_seconds_per_token", "seconds a token without drafter"),
+    ("dtype", "compute type"),
+)
+
+
+def decoding(run: History) -> Html:
+    """Figures by step, τ by tag and context length, and the passes of the first prompts."""
+    if not run.evaluations:
+        return Html("")
+    columns = ("", *(f"step {entry.get('step', '?')}" for entry in run.evaluations))
+    rows = [
+        (text, *(_cell(entry.get(name)) for entry in run.evaluations))
+        for name, text in _FIGURES
+        if any(entry.get(name) is not None for entry in run.evaluations)
+    ]
+    if any(isinstance(entry.get("lossless"), dict) for entry in run.evaluations):
+        rows.append(("answers equal to the target's own", *(_lossless(entry) for entry in run.evaluations)))
+    newest = run.evaluations[-1]
+    return joined(
+        (
+            table(columns, rows),
+            _groups(newest, "by_tag", "τ by tag"),
+            _groups(newest, "by_context", "τ by context length in tokens"),
+            _passes(newest),
+        )
+    )
+
+
+def decoded_slots(run: History) -> dict[int, float]:
+    """Conditional acceptance by slot in the newest evaluation."""
+    slots = run.evaluations[-1].get("slots") if run.evaluations else None
+    found = {}
+    for slot in slots if isinstance(slots, list) else ():
+        if isinstance(slot, dict) and isinstance(slot.get("conditional"), (int, float)):
+            found[int(slot["slot"])] = float(slot["conditional"])
+    return found
+
+
+def _groups(entry: Mapping[str, Any], key: str, caption: str) -> Html:
+    groups = entry.get(key)
+    if not isinstance(groups, dict) or not groups:
+        return Html("")
+    rows = [
+        (name, _cell(group.get("tau")), _cell(group.get("passes")), _cell(group.get("tokens")))
+        for name, group in groups.items()
+        if isinstance(group, dict)
+    ]
+    return table(("", "τ", "passes", "tokens"), rows, caption)
+
+
+def _passes(entry: Mapping[str, Any]) -> Html:
+    """Each target pass as a run of marks: one a standing draft, then the target's own token."""
+    rows = entry.get("rows")
+    rows = [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
+    shown = [
+        (
+            str(row.get("id", "?")),
+            _cell(row.get("tau")),
+            element("code", " ".join("▮" * int(count) + "▯" for count in row["accepted"][:MAX_PASSES])),
+        )
+        for row in rows[:MAX_PROMPTS]
+        if isinstance(row.get("accepted"), list)
+    ]
+    if not shown:
+        return Html("")
+    more = f" First {len(shown)} of {len(rows)} prompts." if len(rows) > len(shown) else ""
+    caption = f"▮ a draft that stands, ▯ the target's own token that ends a pass; at most {MAX_PASSES} passes.{more}"
+    marks = element("div", table(("", "τ", "passes"), shown, caption), class_="passes")
+    return element("details", element("summary", "Passes by prompt"), marks)
+
+
+def _lossless(entry: Mapping[str, Any]) -> str:
+    found = entry.get("lossless")
+    if not isinstance(found, dict):
+        return "–"
+    checked = found.get("checked", found.get("prompts"))
+    faults = found.get("faults")
+    return f"{found.get('equal')} of {checked}" + (f", {faults} beyond rounding" if faults else "")
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "–"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.2f}" if abs(value) >= 1 else f"{value:.3g}"
+    return str(value)
