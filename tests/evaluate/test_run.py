@@ -67,7 +67,7 @@ def test_a_report_adds_up(report):
 
 
 def test_float64_is_lossless(report):
-    assert (report.lossless.checked, report.lossless.equal, report.lossless.faults) == (6, 6, 0)
+    assert (report.lossless.prompts, report.lossless.equal, report.lossless.faults) == (6, 6, 0)
 
 
 def test_training_forward_agrees(report):
@@ -79,7 +79,7 @@ def test_lower_precision_differs_by_rounding_at_most(make_pair, prompts, dtype):
     target, network = make_pair("qwen3", dtype=dtype)
     asked = [Prompt(str(at), ids) for at, ids in enumerate(prompts)]
     report = evaluate(target, network, asked, EvaluateConfig(max_new_tokens=24))
-    assert report.lossless.checked == 8 and report.lossless.faults == 0
+    assert report.lossless.prompts == 8 and report.lossless.faults == 0
     assert report.training_agrees
 
 

@@ -55,7 +55,7 @@ class Lossless:
     """Greedy output against the target's own greedy output.
 
     Attributes:
-        checked: prompts compared.
+        prompts: how many were compared.
         equal: prompts whose answers are token for token the same.
         faults: prompts that differ by more than rounding explains.
         margin: logit gap that rounding explains; 0 in float64.
@@ -63,7 +63,7 @@ class Lossless:
             apart their logits are in one forward over the common prefix.
     """
 
-    checked: int = 0
+    prompts: int = 0
     equal: int = 0
     faults: int = 0
     margin: float = 0.0

@@ -1,0 +1,212 @@
+"""``paceline evaluate``: decode prompts speculatively and measure acceptance, several drafters side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from paceline.checkpoint.rundir import EVALUATION, add_evaluation, is_run_directory, read_run_settings
+from paceline.cli import frame
+from paceline.config import Settings
+from paceline.errors import ConfigError
+
+if TYPE_CHECKING:
+    from paceline.drafter.network import Drafter
+    from paceline.evaluate.run import EvaluationReport
+
+DESCRIPTION = """Decode prompts speculatively with a drafter and measure acceptance.
+
+τ is the mean number of tokens per target pass. The output is checked against the target's own greedy output token for
+token, and against the drafts of the training forward. Several drafters are shown side by side.
+
+Examples:
+  paceline evaluate runs/first
+  paceline evaluate runs/first --prompts chats.jsonl --evaluate.max-new-tokens 512
+  paceline evaluate drafters/a drafters/b --target models/target --prompts chats.jsonl --json
+"""
+
+
+@dataclass
+class Arguments:
+    """Which drafters, on which prompts."""
+
+    drafters: Annotated[tuple[Path, ...], tyro.conf.Positional]
+    """Run directories (their newest checkpoint), or exported drafter folders."""
+    prompts: list[str] | None = None
+    """Files of chats (JSONL). Unset: the held-out files of the run."""
+    target: str | None = None
+    """Folder or hub name of the target. Unset: the run's; needed for drafter folders."""
+    step: int | None = None
+    """Checkpoint of a run. Unset: the newest."""
+    device: str = "cpu"
+    """Where both models run, for example cuda:0."""
+    lossless: bool = True
+    """Also decode plainly, and compare."""
+    json: bool = False
+    """Print the reports as JSON on standard output."""
+
+
+def run(argv: Sequence[str]) -> int:
+    """Evaluate; exit code 1 when an answer differs from the target's own by more than rounding."""
+    arguments, overrides = frame.parse(
+        Arguments, argv, prog="paceline evaluate", description=DESCRIPTION, settings=True
+    )
+    if not arguments.drafters:
+        raise ConfigError("DRAFTERS: none given; name a run directory or a drafter folder")
+    sources = [_source(path, arguments, overrides) for path in arguments.drafters]
+    reports: dict[str, EvaluationReport] = {}
+    for path, (settings, step) in zip(arguments.drafters, sources, strict=True):
+        network, at = load_network(path, step)
+        report = evaluate_drafter(
+            settings, network, title=str(path), device=arguments.device, check_lossless=arguments.lossless
+        )
+        reports[str(path)] = report
+        if at is not None and arguments.prompts is None:
+            add_evaluation(path, at, report.to_json())
+            frame.stderr.print(f"noted in {escape(str(path / EVALUATION))}")
+    if arguments.json:
+        frame.write_json({name: report.to_json() for name, report in reports.items()})
+    else:
+        show(reports)
+    faults = sum(report.lossless.faults for report in reports.values() if report.lossless is not None)
+    return 1 if faults else 0
+
+
+def _source(path: Path, arguments: Arguments, overrides: Mapping[str, str]) -> tuple[Settings, int | None]:
+    """Settings under which a drafter is evaluated, and its step."""
+    if is_run_directory(path):
+        settings = read_run_settings(path, overrides)
+    elif (path / "config.json").is_file():
+        if arguments.target is None:
+            raise ConfigError(f"{path}: is a drafter folder; name its target with --target")
+        if arguments.step is not None:
+            raise ConfigError(f"--step {arguments.step}: {path} is a drafter folder; only runs have steps")
+        settings = _bare_settings(arguments.target, overrides)
+    else:
+        raise ConfigError(f"{path}: neither a run directory nor a drafter folder; train or export first")
+    if arguments.target is not None:
+        settings = settings.model_copy(update={"target": settings.target.model_copy(update={"path": arguments.target})})
+    if arguments.prompts is not None:
+        settings = settings.model_copy(
+            update={"data": settings.data.model_copy(update={"heldout": list(arguments.prompts)})}
+        )
+    if not settings.data.heldout:
+        raise ConfigError(f"{path}: no prompts; its settings name no data.heldout, so give files with --prompts")
+    return settings, arguments.step
+
+
+def _bare_settings(target: str, overrides: Mapping[str, str]) -> Settings:
+    """Settings of a drafter that comes without a run: defaults, overridden by flags."""
+    from paceline.config import load_settings
+
+    return load_settings(None, {"run_dir": ".", "target.path": target, **overrides})
+
+
+def load_network(path: Path, step: int | None = None) -> tuple[Drafter, int | None]:
+    """The drafter of a run or of an exported folder; with its step where it is a run's."""
+    from paceline.checkpoint.store import load_drafter
+    from paceline.drafter.network import Drafter
+    from paceline.drafter.spec import DrafterSpec
+    from paceline.export.formats import read_drafter
+
+    at = None
+    if is_run_directory(path):
+        values, state, at = load_drafter(path, step)
+        spec = DrafterSpec.from_dict(values)
+    else:
+        spec, state = read_drafter(path)
+    network = Drafter(spec)
+    network.load_state_dict({name: tensor.float() for name, tensor in state.items()})
+    return network, at
+
+
+def evaluate_drafter(
+    settings: Settings, network: Drafter, *, title: str, device: str = "cpu", check_lossless: bool = True
+) -> EvaluationReport:
+    """Decode the held-out prompts of some settings, with progress on standard error.
+
+    Args:
+        settings: target, held-out files and limits.
+        network: the drafter.
+        title: shown beside the progress.
+        device: where both run.
+        check_lossless: also decode plainly.
+
+    Raises:
+        PacelineError: one line for each fault.
+    """
+    from paceline.data.chats import render_prompts
+    from paceline.evaluate.run import evaluate
+    from paceline.target.load import load_target
+
+    prompts = render_prompts(
+        settings.data.heldout,
+        settings.target.path,
+        settings.evaluate.num_prompts,
+        trust_remote_code=settings.target.trust_remote_code,
+    )
+    target = load_target(settings.target, network.spec.taps, device, settings.evaluate.dtype)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=frame.stderr, transient=True) as bar:
+        task = bar.add_task(f"decoding {escape(title)}", total=len(prompts))
+        return evaluate(
+            target,
+            network.to(device).eval(),
+            prompts,
+            settings.evaluate,
+            progress=lambda done, _: bar.update(task, completed=done),
+            check_lossless=check_lossless,
+        )
+
+
+def show(reports: Mapping[str, EvaluationReport]) -> None:
+    """Tables of the reports on standard output, one column a drafter."""
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    table.add_column("")
+    for name in reports:
+        table.add_column(escape(name), justify="right")
+    columns = [dict(_rows(report)) for report in reports.values()]
+    for name in dict.fromkeys(name for column in columns for name in column):
+        table.add_row(name, *(column.get(name, "") for column in columns))
+    frame.stdout.print(table)
+
+
+def _rows(report: EvaluationReport) -> list[tuple[str, str]]:
+    """What a table says of one report: name and text."""
+    rows: list[tuple[str, Any]] = [
+        ("τ, over target passes", f"{report.tau_micro:.3f}"),
+        ("τ, over prompts", f"{report.tau_macro:.3f}"),
+        ("prompts / target passes / tokens", f"{report.num_prompts} / {report.passes} / {report.new_tokens}"),
+    ]
+    if report.lossless is not None:
+        same = f"{report.lossless.equal} of {report.lossless.prompts}"
+        rows.append((f"answers equal to the target's own ({report.dtype})", same))
+        if report.lossless.faults:
+            rows.append(("[bold red]faults: differences beyond rounding[/]", str(report.lossless.faults)))
+    if report.training_tau is not None:
+        verdict = "" if report.training_agrees else " [bold red]differs by more than 2 %[/]"
+        rows.append(("τ of the training forward on the same blocks", f"{report.training_tau:.3f}{verdict}"))
+    if report.control_tau is not None:
+        verdict = " [bold red]suspicious[/]" if report.control_suspicious else ""
+        rows.append(("τ without features (control, near 1)", f"{report.control_tau:.3f}{verdict}"))
+    if report.seconds_per_token is not None:
+        speed = f"{1e3 * report.seconds_per_token:.1f} ms"
+        if report.plain_seconds_per_token:
+            ratio = report.plain_seconds_per_token / report.seconds_per_token
+            speed += f" ({ratio:.2f}x as fast as plain)"
+        rows.append(("time per token", speed))
+    rows += [(f"draft {rate.slot} stands, given those before", _share(rate.conditional)) for rate in report.slots]
+    rows += [(f"τ, tag {escape(tag)}", f"{entry.tau:.3f}") for tag, entry in report.by_tag.items()]
+    rows += [(f"τ, context {name} tokens", f"{entry.tau:.3f}") for name, entry in report.by_context.items()]
+    return rows
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1%}"

@@ -1,0 +1,61 @@
+"""`paceline evaluate` on the embedded target: table, JSON, and one line for each fault."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from paceline.cli import main
+from paceline.config import DrafterConfig
+from paceline.data.tokenizer import load_tokenizer, mask_token_id
+from paceline.drafter.network import Drafter
+from paceline.drafter.spec import derive_spec
+from paceline.export.zlab import write_zlab
+from paceline.target.facts import describe
+from paceline.target.taps import default_taps
+
+LIMITS = ["--evaluate.num_prompts", "2", "--evaluate.max_new_tokens", "6"]
+
+
+@pytest.fixture(scope="module")
+def target(demo_assets):
+    return str(demo_assets / "target")
+
+
+@pytest.fixture(scope="module")
+def folder(target, tmp_path_factory):
+    """An exported random drafter of the embedded target."""
+    facts = describe(target)
+    mask = mask_token_id(load_tokenizer(target, False))
+    spec = derive_spec(DrafterConfig(num_layers=1, block_size=4), facts, default_taps(facts.num_layers, 2), mask)
+    out = tmp_path_factory.mktemp("drafter") / "zlab"
+    write_zlab(out, spec, Drafter(spec).state_dict(), facts, dtype="float32")
+    return str(out)
+
+
+def test_json_and_table(target, folder, demo_assets, capsys):
+    words = ["evaluate", folder, "--target", target, "--prompts", str(demo_assets / "heldout.jsonl"), *LIMITS]
+    assert main([*words, "--json"]) == 0
+    (report,) = json.loads(capsys.readouterr().out).values()
+    assert report["num_prompts"] == len(report["rows"]) == 2
+    assert report["lossless"]["prompts"] == 2 and report["lossless"]["faults"] == 0
+    assert main(words) == 0
+    shown = capsys.readouterr().out
+    assert "τ, over target passes" in shown and "2 of 2" in shown
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["{folder}", "--prompts", "x.jsonl"], "name its target with --target"),
+        (["{folder}", "--target", "{target}"], "give files with --prompts"),
+        (["{folder}", "--target", "{target}", "--step", "3", "--prompts", "x"], "only runs have steps"),
+        (["nowhere"], "neither a run directory nor a drafter folder"),
+        (["{folder}", "--target", "nowhere/at/all", "--prompts", "x"], "no such"),
+    ],
+)
+def test_faults_are_one_line(target, folder, capsys, words, says):
+    code = main(["evaluate", *(word.format(folder=folder, target=target) for word in words)])
+    shown = capsys.readouterr().err
+    assert code in (1, 2) and says in shown and shown.count("error:") == 1
