@@ -29,7 +29,12 @@ def test_card_of_a_run(make_spec, make_facts) -> None:
         total_steps=240,
         target_fingerprint="a" * 64,
         data_fingerprint="b" * 64,
-        settings={"optimizer": {"lr": 6e-4, "clip_norm": 1.0}, "train": {"epochs": 3, "max_steps": None}, "seed": 4},
+        settings={
+            "objective": {"terms": {"ce": 1.0}, "alpha": None},
+            "optimizer": {"lr": 6e-4, "clip_norm": 1.0},
+            "train": {"epochs": 3, "max_steps": None},
+            "seed": 4,
+        },
         data={
             "samples": 900,
             "tokens": 50_000,
@@ -71,8 +76,11 @@ def test_card_of_a_run(make_spec, make_facts) -> None:
         "| tag | τ | target passes |",
         "| chat | 2.250 | 40 |",
         "| versions | paceline 0.1.0 |",
+        "| `objective.terms` | ce 1 |",
     ):
         assert line in body.splitlines(), line
+    assert "at most 512 tokens (engines may ask for positions up to 512)" in body
+    assert "objective.alpha" not in body
     assert "max_steps" not in body and "platform" not in body
 
 
@@ -81,6 +89,8 @@ def test_what_is_unknown_stays_out(make_spec) -> None:
     for heading in ("## Training", "## Data", "## Acceptance", "base_model"):
         assert heading not in card
     assert acceptance_table([{"step": 1, "seconds": 2.0}]) == ""
+    assert Origin().trained_length is None
+    assert Origin(settings={"data": {"max_length": 4096}}).trained_length == 4096
 
 
 @pytest.mark.parametrize(("shifted", "drafts"), [(False, 5), (True, 6)])

@@ -68,6 +68,7 @@ def test_export_of_a_run(run_dir, capsys, format, dtype) -> None:
     assert (checked["num_tensors"], checked["logit_difference"], checked["golden_difference"]) == (25, 0, 0)
     note = json.loads((folder / "paceline.json").read_text())
     assert note["content_hash"] == result["content_hash"] == checked["content_hash"] == content_hash(state)
+    assert note["trained_length"] == 4096
     assert note["target"]["fingerprint"] == describe(note["target"]["path"]).fingerprint
     assert DrafterSpec.from_dict(note["drafter"]) == spec
     card = (folder / "README.md").read_text()

@@ -244,6 +244,7 @@ def _note(note: Mapping[str, Any], source: Source, facts: TargetFacts, version: 
         "paceline": version,
         "target": {"path": source.target, "architecture": facts.architecture, "fingerprint": facts.fingerprint},
         "data_fingerprint": source.origin.data_fingerprint,
+        "trained_length": source.origin.trained_length,
         "drafter": source.spec.to_dict(),
     }
 

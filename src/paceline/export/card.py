@@ -53,6 +53,15 @@ class Origin:
     evaluations: Sequence[Mapping[str, Any]] = ()
     versions: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def trained_length(self) -> int | None:
+        """Longest training sample in tokens: from the data's report, else the limit in the settings."""
+        percentiles = self.data.get("length_percentiles")
+        if isinstance(percentiles, Mapping) and percentiles:
+            return max(percentiles.values())
+        limits = self.settings.get("data")
+        return limits.get("max_length") if isinstance(limits, Mapping) else None
+
 
 def render_card(
     spec: DrafterSpec,
@@ -94,7 +103,7 @@ def render_card(
             "## Acceptance\n\nτ is the number of tokens per target pass, the target's own included, in a real decode "
             "loop on held-out prompts.\n\n" + table
         )
-    sections.append("## Serving\n\n" + "\n\n".join(_serving(spec, format, folder, target)))
+    sections.append("## Serving\n\n" + "\n\n".join(_serving(spec, format, folder, target, origin)))
     sections.append(_checking(spec))
     return "\n\n".join(sections) + "\n"
 
@@ -113,6 +122,8 @@ def _table(rows: Sequence[tuple[str, Any]]) -> str:
 def _cell(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.6g}"
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {_cell(inner)}" for key, inner in value.items())
     if isinstance(value, (list, tuple)):
         return ", ".join(map(_cell, value)) or "none"
     return "unset" if value is None else str(value).replace("|", "\\|").replace("\n", " ")
@@ -163,7 +174,7 @@ def _recipe_rows(origin: Origin) -> Iterator[tuple[str, Any]]:
         for part in name.split("."):
             value = value.get(part) if isinstance(value, Mapping) else None
         if isinstance(value, Mapping):
-            yield from ((f"`{name}.{key}`", inner) for key, inner in value.items() if inner is not None)
+            yield from ((f"`{name}.{key}`", inner) for key, inner in value.items() if inner not in (None, {}, []))
         elif value is not None:
             yield f"`{name}`", value
     if origin.versions:
@@ -253,10 +264,15 @@ def serving_notes(spec: DrafterSpec, format: str) -> list[str]:
     return notes
 
 
-def _serving(spec: DrafterSpec, format: str, folder: str, target: str) -> Iterator[str]:
+def _serving(spec: DrafterSpec, format: str, folder: str, target: str, origin: Origin) -> Iterator[str]:
     for engine, command in serving_commands(spec, format, folder, target).items():
         yield f"{engine}:\n\n```bash\n{command}\n```"
     yield from serving_notes(spec, format)
+    if origin.trained_length is not None:
+        yield (
+            f"It was trained on samples of at most {origin.trained_length} tokens (engines may ask for positions up to "
+            f"{spec.max_position_embeddings}): measure acceptance before relying on it on longer contexts."
+        )
 
 
 def _checking(spec: DrafterSpec) -> str:
@@ -264,6 +280,5 @@ def _checking(spec: DrafterSpec) -> str:
 
 Where there is a folder `golden/`, its `golden.safetensors` holds a context (`ids`, `features`), a block (`block_ids`,
 `block_embeddings`) and what the drafter makes of it in float32 (`hidden`, `logits`). Context token t stands at position
-t with `features[t]`; slot k of the block at the context's length + k. Logits count from slot
-{spec.first_draft_slot} on.
-An engine in float32 should agree to 1e-4, one in bfloat16 to a few hundredths."""
+t with `features[t]`; slot k of the block at the context's length + k. Drafts start at slot {spec.first_draft_slot}. An
+engine in float32 should agree to 1e-4, one in bfloat16 to a few hundredths."""
