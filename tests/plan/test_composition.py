@@ -130,7 +130,7 @@ def test_ascending_is_a_stable_argsort(values):
 
 def test_random_order_is_written_down():
     """A plan's identity must not change by accident: it is what resume relies on."""
-    assert random_order(stream(7, 3, Purpose.COMPOSE), 8).tolist() == [0, 3, 6, 5, 4, 7, 2, 1]
+    assert random_order(stream(7, 3, Purpose.COMPOSE), 8).tolist() == [0, 3, 4, 5, 1, 7, 2, 6]
 
 
 def test_attention_cost_shrinks_batches_of_long_samples_only():

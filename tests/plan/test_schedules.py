@@ -19,7 +19,7 @@ LENGTHS = skewed()
 
 
 def one(schedule, epoch=0, replicas=1, **settings):
-    config = PlanConfig(schedule=schedule, edges=[770, 1216, 1728, 2432, 3296, 8192], **settings)
+    config = PlanConfig(**{"schedule": schedule, "edges": [770, 1216, 1728, 2432, 3296, 8192], **settings})
     return plan_epoch(LENGTHS, None, config, epoch=epoch, replicas=replicas, **SHAPE)
 
 
@@ -71,13 +71,14 @@ def test_proportional_keeps_every_bucket_within_one_batch_of_its_share():
 
 
 def test_diverse_never_repeats_before_its_tail_and_then_does():
-    made = one("diverse", leftover="carry")
+    made = one("diverse", leftover="carry", edges=[1000, 1500, 8192])
     again = np.flatnonzero(np.diff(made.buckets.astype(int)) == 0)
     last = made.buckets[-1]
     assert (made.buckets[again + 1] == last).all()
     tail = again[0]
     assert (made.buckets[tail:] == last).all()
-    assert repeats(made).crowded_last_tenth > 0.15
+    assert repeats(made).crowded_last_tenth > 0.9
+    assert repeats(one("stratified", leftover="carry", edges=[800, 1200, 1800, 8192])).longest_run < 10
 
 
 def test_round_robin_takes_turns_until_buckets_are_used_up():

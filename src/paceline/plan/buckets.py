@@ -25,7 +25,7 @@ def bucket_edges(entries: Entries, settings: PlanConfig) -> np.ndarray:
     Raises:
         PlanError: given edges do not cover the longest entry, or more buckets than distinct lengths are asked for.
     """
-    longest = int(entries.lengths.max())
+    longest = entries.longest
     if isinstance(settings.edges, list):
         if settings.edges[-1] < longest:
             raise PlanError(

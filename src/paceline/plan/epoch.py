@@ -305,9 +305,9 @@ def _compose_one(request: _Request, epoch: int, carried: np.ndarray | None) -> _
         groups=request.groups,
         carried=carried,
     )
-    edges = bucket_edges(entries, settings)
     bits = stream(request.seed, epoch, Purpose.COMPOSE)
-    batches = STRATEGIES[settings.strategy](entries, edges, Limits.of(settings), settings, bits)
+    batches = STRATEGIES[settings.strategy](entries, Limits.of(settings), settings, bits)
+    edges = bucket_edges(entries, settings)
     batches, pool, leftover = _pooled(request, entries, batches, edges, epoch)
     return _Composed(entries, edges, batches, pool, leftover)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
+from functools import cached_property
 
 import numpy as np
 
@@ -30,13 +31,13 @@ class Groups:
     names: Sequence[str]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Entries:
     """The samples of one epoch.
 
     Attributes:
         lengths: tokens of each entry, integers ≥ 1 [E].
-        histogram: entries per padded width: place c counts width (c + 1) · ``width_multiple``, int64.
+        width_multiple: step of the padded widths.
         drafts: draft positions of each entry, int64 [E]; None when no budget asks for them.
         rows: row number of each entry [E]; None when entry i is row i.
         left_out: reason → rows that the epoch does not hold, for those reasons that occur.
@@ -44,7 +45,7 @@ class Entries:
     """
 
     lengths: np.ndarray
-    histogram: np.ndarray
+    width_multiple: int
     drafts: np.ndarray | None
     rows: np.ndarray | None
     left_out: dict[str, int] = field(default_factory=dict)
@@ -54,6 +55,16 @@ class Entries:
     def count(self) -> int:
         """Number of entries."""
         return len(self.lengths)
+
+    @cached_property
+    def longest(self) -> int:
+        """Tokens of the longest entry."""
+        return int(self.lengths.max())
+
+    @cached_property
+    def histogram(self) -> np.ndarray:
+        """Entries per padded width: place c counts width (c + 1) · ``width_multiple``, int64."""
+        return width_histogram(self.lengths, self.width_multiple)
 
 
 def groups_of_labels(labels: np.ndarray | Sequence[str]) -> Groups:
@@ -193,9 +204,7 @@ def enter(
     if settings.draft_position_budget is not None:
         counts = eligible_counts(lengths, eligible, settings)
         drafts = draft_positions(counts if rows is None else counts[rows], num_anchors, block_size)
-    entries = Entries(
-        entering, width_histogram(entering, settings.width_multiple), drafts, rows, left_out, kept_over_length
-    )
+    entries = Entries(entering, settings.width_multiple, drafts, rows, left_out, kept_over_length)
     _check_budgets(entries, settings, num_anchors, block_size)
     return entries
 
@@ -216,7 +225,7 @@ def width_histogram(lengths: np.ndarray, width_multiple: int) -> np.ndarray:
 
 def _check_budgets(entries: Entries, settings: PlanConfig, num_anchors: int, block_size: int) -> None:
     limits = Limits.of(settings)
-    longest = int(entries.lengths.max())
+    longest = entries.longest
     width = limits.width(longest)
     if limits.capacity(width) < 1:
         row = _row(entries, int(entries.lengths.argmax()))

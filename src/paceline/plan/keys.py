@@ -1,7 +1,7 @@
 """Keyed randomness and sorting for plans: the same bits on every platform, every numpy and in every process.
 
-Only raw Philox words are used (numpy guarantees them for good; the distributions of `Generator` may change), and
-every order is the ascending order of distinct integers, so no sort needs to be stable and none can differ.
+Only raw words of the generator are used (numpy guarantees them for good; the distributions of `Generator` may change),
+and every order is the ascending order of distinct integers, so no sort needs to be stable and none can differ.
 
 Shape letters: N items.
 """
@@ -14,7 +14,7 @@ import numpy as np
 
 from paceline.errors import PlanError
 
-CHUNK = 1 << 16
+CHUNK = 1 << 15
 """Items that are handled at once, so that temporaries stay in cache; even, because a word gives two items."""
 
 
@@ -27,12 +27,12 @@ class Purpose(IntEnum):
     WEIGHTS = 4
 
 
-def stream(seed: int, epoch: int, purpose: Purpose) -> np.random.Philox:
+def stream(seed: int, epoch: int, purpose: Purpose) -> np.random.BitGenerator:
     """The bit generator of one (seed, epoch, purpose)."""
-    return np.random.Philox(np.random.SeedSequence([seed, epoch, int(purpose)]))
+    return np.random.PCG64DXSM(np.random.SeedSequence([seed, epoch, int(purpose)]))
 
 
-def random_halves(bits: np.random.Philox, count: int) -> np.ndarray:
+def random_halves(bits: np.random.BitGenerator, count: int) -> np.ndarray:
     """Uniform 32-bit integers, uint32 [count]; low half of each 64-bit word first."""
     words = bits.random_raw((count + 1) // 2)
     return words.astype("<u8", copy=False).view("<u4")[:count]
@@ -43,15 +43,17 @@ def index_dtype(count: int) -> np.dtype:
     return np.dtype(np.int32 if count < 2**31 else np.int64)
 
 
-def random_order(bits: np.random.Philox, count: int) -> np.ndarray:
+def random_order(bits: np.random.BitGenerator, count: int) -> np.ndarray:
     """A uniformly random permutation, int32 or int64 [count]."""
     return class_order(np.zeros(count, np.uint8), 1, bits)[0]
 
 
-def class_order(classes: np.ndarray, num_classes: int, bits: np.random.Philox | None) -> tuple[np.ndarray, np.ndarray]:
+def class_order(
+    classes: np.ndarray, num_classes: int, bits: np.random.BitGenerator | None
+) -> tuple[np.ndarray, np.ndarray]:
     """Sorts items by class, in random order inside each class.
 
-    One in-place sort of 64-bit integers (class | random | index): about 8 bytes an item beside the result.
+    One in-place sort of 64-bit integers (class and randomness above, index below): 8 bytes an item beside the result.
 
     Args:
         classes: class of each item, unsigned integers below ``num_classes`` [N].
@@ -62,29 +64,25 @@ def class_order(classes: np.ndarray, num_classes: int, bits: np.random.Philox | 
         order: items by class, int32 or int64 [N].
         bounds: class c is ``order[bounds[c] : bounds[c + 1]]``, int64 [num_classes + 1].
     """
-    count = len(classes)
-    index_bits = max(count - 1, 1).bit_length()
-    class_bits = max(num_classes - 1, 1).bit_length()
-    random_bits = min(32, 64 - index_bits - class_bits)
-    if random_bits < 8:
+    count, class_bits = len(classes), (num_classes - 1).bit_length()
+    if count >= 2**32 or class_bits > 24:
         raise PlanError(f"{count} samples in {num_classes} length classes are too many; raise plan.width_multiple")
-    keys = np.empty(count, np.uint64)
+    keys = np.empty(count, "<u8")
+    halves = keys.view("<u4").reshape(count, 2)  # low half: index, high half: class and randomness
     for start in range(0, count, CHUNK):
         stop = min(start + CHUNK, count)
-        part = keys[start:stop]
-        part[:] = classes[start:stop]
+        high = classes[start:stop].astype(np.uint32)
+        high <<= np.uint32(32 - class_bits) if class_bits else np.uint32(0)
         if bits is not None:
-            part <<= np.uint64(random_bits)
-            part |= random_halves(bits, stop - start) >> np.uint32(32 - random_bits)
-        part <<= np.uint64(index_bits)
-        part |= np.arange(start, stop, dtype=np.uint64)
+            high |= random_halves(bits, stop - start) >> np.uint32(class_bits)
+        halves[start:stop, 1] = high
+        halves[start:stop, 0] = np.arange(start, stop, dtype=np.uint32)
     keys.sort()
-    shift = index_bits + (random_bits if bits is not None else 0)
+    firsts = np.arange(num_classes, dtype=np.uint64) << np.uint64(min(64 - class_bits, 63))
     bounds = np.empty(num_classes + 1, np.int64)
-    bounds[:-1] = np.searchsorted(keys, np.arange(num_classes, dtype=np.uint64) << np.uint64(shift))
+    bounds[:-1] = np.searchsorted(keys, firsts)
     bounds[-1] = count
-    keys &= np.uint64((1 << index_bits) - 1)
-    return keys.astype(index_dtype(count)), bounds
+    return halves[:, 0].astype(index_dtype(count)), bounds
 
 
 def ascending(values: np.ndarray) -> np.ndarray:

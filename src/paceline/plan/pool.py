@@ -70,13 +70,15 @@ def real_tokens(composition: Composition, lengths: np.ndarray) -> np.ndarray:
     return np.add.reduceat(ordered, composition.offsets[:-1], dtype=np.int64)
 
 
-def bucket_queues(pool: Pool, bits: np.random.Philox) -> tuple[np.ndarray, np.ndarray]:
+def bucket_queues(pool: Pool, bits: np.random.BitGenerator) -> tuple[np.ndarray, np.ndarray]:
     """The pool's batches by bucket, in random order inside each: ids [P] and bounds, int64 [num_buckets + 1]."""
     order, bounds = class_order(pool.bucket[pool.ranking], pool.num_buckets, bits)
     return pool.ranking[order], bounds
 
 
-def split_leftover(ranking: np.ndarray, window_size: int, bits: np.random.Philox) -> tuple[np.ndarray, np.ndarray]:
+def split_leftover(
+    ranking: np.ndarray, window_size: int, bits: np.random.BitGenerator
+) -> tuple[np.ndarray, np.ndarray]:
     """Takes out the batches that fill no whole window: spread evenly over the lengths, at a random place in each part.
 
     Returns:

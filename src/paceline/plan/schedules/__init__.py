@@ -15,7 +15,7 @@ from paceline.config.plan import PlanConfig
 from paceline.plan.pool import Pool
 from paceline.plan.schedules import curriculum, diverse, proportional, round_robin, shuffled, stratified
 
-Arrange = Callable[[Pool, PlanConfig, np.random.Philox], np.ndarray]
+Arrange = Callable[[Pool, PlanConfig, np.random.BitGenerator], np.ndarray]
 
 SCHEDULES: dict[str, Arrange] = {
     "stratified": stratified.arrange,

@@ -15,7 +15,7 @@ from paceline.plan.pool import Pool
 from paceline.plan.schedules.stratified import stratify
 
 
-def arrange(pool: Pool, settings: PlanConfig, bits: np.random.Philox) -> np.ndarray:
+def arrange(pool: Pool, settings: PlanConfig, bits: np.random.BitGenerator) -> np.ndarray:
     """Batch ids in training order; see the registry for the signature."""
     if pool.epoch >= settings.curriculum_epochs:
         return stratify(pool.ranking, pool, bits, antithetic=settings.antithetic)

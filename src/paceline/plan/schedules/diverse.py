@@ -13,7 +13,7 @@ from paceline.plan.keys import random_halves
 from paceline.plan.pool import Pool, bucket_queues
 
 
-def arrange(pool: Pool, settings: PlanConfig, bits: np.random.Philox) -> np.ndarray:
+def arrange(pool: Pool, settings: PlanConfig, bits: np.random.BitGenerator) -> np.ndarray:
     """Batch ids in training order; see the registry for the signature."""
     queued, bounds = bucket_queues(pool, bits)
     left = np.diff(bounds).tolist()

@@ -9,7 +9,7 @@ from paceline.plan.keys import ascending
 from paceline.plan.pool import Pool, bucket_queues
 
 
-def arrange(pool: Pool, settings: PlanConfig, bits: np.random.Philox) -> np.ndarray:
+def arrange(pool: Pool, settings: PlanConfig, bits: np.random.BitGenerator) -> np.ndarray:
     """Batch ids in training order; see the registry for the signature."""
     queued, bounds = bucket_queues(pool, bits)
     turn = np.arange(len(queued), dtype=np.int64) - np.repeat(bounds[:-1], np.diff(bounds))

@@ -9,6 +9,6 @@ from paceline.plan.keys import random_order
 from paceline.plan.pool import Pool
 
 
-def arrange(pool: Pool, settings: PlanConfig, bits: np.random.Philox) -> np.ndarray:
+def arrange(pool: Pool, settings: PlanConfig, bits: np.random.BitGenerator) -> np.ndarray:
     """Batch ids in training order; see the registry for the signature."""
     return pool.ranking[random_order(bits, len(pool.ranking))]

@@ -17,16 +17,16 @@ from __future__ import annotations
 import numpy as np
 
 from paceline.config.plan import PlanConfig
-from paceline.plan.keys import ascending, class_order, random_order
+from paceline.plan.keys import ascending, random_halves, random_order
 from paceline.plan.pool import Pool
 
 
-def arrange(pool: Pool, settings: PlanConfig, bits: np.random.Philox) -> np.ndarray:
+def arrange(pool: Pool, settings: PlanConfig, bits: np.random.BitGenerator) -> np.ndarray:
     """Batch ids in training order; see the registry for the signature."""
     return stratify(pool.ranking, pool, bits, antithetic=settings.antithetic)
 
 
-def stratify(ranking: np.ndarray, pool: Pool, bits: np.random.Philox, *, antithetic: bool = False) -> np.ndarray:
+def stratify(ranking: np.ndarray, pool: Pool, bits: np.random.BitGenerator, *, antithetic: bool = False) -> np.ndarray:
     """Deals a ranking into windows.
 
     Args:
@@ -53,7 +53,7 @@ def stratify(ranking: np.ndarray, pool: Pool, bits: np.random.Philox, *, antithe
     return windows.reshape(-1)
 
 
-def deal_strata(ranking: np.ndarray, pool: Pool, bits: np.random.Philox, *, antithetic: bool) -> np.ndarray:
+def deal_strata(ranking: np.ndarray, pool: Pool, bits: np.random.BitGenerator, *, antithetic: bool) -> np.ndarray:
     """Batch of each stratum (longest first) and window, [accumulate · replicas, W]; arguments as for `stratify`."""
     strata = ranking[::-1].reshape(pool.window_size, -1)
     num_windows = strata.shape[1]
@@ -91,8 +91,10 @@ def _takers(preferred: np.ndarray, begun: np.ndarray, head: int) -> np.ndarray:
     return np.concatenate([without[:head], having, without[head:]])
 
 
-def _shuffle_within(rows: int, columns: int, bits: np.random.Philox) -> np.ndarray:
+def _shuffle_within(rows: int, columns: int, bits: np.random.BitGenerator) -> np.ndarray:
     """An independent random permutation of ``columns`` for each row, int64 [rows, columns]."""
-    owner = np.repeat(np.arange(rows, dtype=np.uint32), columns)
-    order, _ = class_order(owner, rows, bits)
-    return (order % columns).reshape(rows, columns).astype(np.int64)
+    keys = random_halves(bits, rows * columns).astype(np.uint64).reshape(rows, columns)
+    keys <<= np.uint64(32)
+    keys |= np.arange(columns, dtype=np.uint64)
+    keys.sort(axis=1)
+    return (keys & np.uint64(0xFFFFFFFF)).astype(np.int64)

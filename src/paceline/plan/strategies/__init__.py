@@ -1,6 +1,6 @@
-"""Composition strategies, one a file: ``compose(entries, edges, limits, settings, bits) -> Composition``.
+"""Composition strategies, one a file: ``compose(entries, limits, settings, bits) -> Composition``.
 
-In: the entries of the epoch, the buckets' upper ends, the budgets, the planning settings, the bit generator keyed by
+In: the entries of the epoch, the budgets, the planning settings, the bit generator keyed by
 (seed, epoch). Out: every entry in exactly one batch, no budget exceeded, the same for the same arguments.
 """
 
@@ -16,7 +16,7 @@ from paceline.plan.intake import Entries
 from paceline.plan.limits import Limits
 from paceline.plan.strategies import bucketed, grid, jittered, mixed, packed, shuffled, sorted, windowed
 
-Compose = Callable[[Entries, np.ndarray, Limits, PlanConfig, np.random.Philox], Composition]
+Compose = Callable[[Entries, Limits, PlanConfig, np.random.BitGenerator], Composition]
 
 STRATEGIES: dict[str, Compose] = {
     "grid": grid.compose,

@@ -8,15 +8,15 @@ from __future__ import annotations
 import numpy as np
 
 from paceline.config.plan import PlanConfig
+from paceline.plan.buckets import bucket_edges
 from paceline.plan.composition import Composition, cut_classes
 from paceline.plan.intake import Entries
 from paceline.plan.keys import class_order
 from paceline.plan.limits import Limits
 
 
-def compose(
-    entries: Entries, edges: np.ndarray, limits: Limits, settings: PlanConfig, bits: np.random.Philox
-) -> Composition:
+def compose(entries: Entries, limits: Limits, settings: PlanConfig, bits: np.random.BitGenerator) -> Composition:
     """Micro-batches of one epoch; see the registry for the signature."""
+    edges = bucket_edges(entries, settings)
     order, bounds = class_order(np.searchsorted(edges, entries.lengths).astype(np.uint16), len(edges), bits)
     return cut_classes(order, bounds, entries, limits, edges)

@@ -13,29 +13,27 @@ import numpy as np
 from paceline.config.plan import PlanConfig
 from paceline.plan.composition import Composition, class_composition
 from paceline.plan.intake import Entries
-from paceline.plan.keys import class_order
+from paceline.plan.keys import class_order, random_order
 from paceline.plan.limits import Limits
 
 
-def compose(
-    entries: Entries, edges: np.ndarray, limits: Limits, settings: PlanConfig, bits: np.random.Philox
-) -> Composition:
+def compose(entries: Entries, limits: Limits, settings: PlanConfig, bits: np.random.BitGenerator) -> Composition:
     """Micro-batches of one epoch; see the registry for the signature."""
     q = limits.width_multiple
-    classes = width_classes(entries.lengths, q, len(entries.histogram))
+    num_classes = -(-entries.longest // q)
+    classes = width_classes(entries.lengths, q, num_classes)
+    order, bounds = class_order(classes, num_classes, bits)
+    entries.__dict__["histogram"] = np.diff(bounds)  # falls out of the sort; saves counting again
     tops = class_tops(entries.histogram, limits, settings.grid_class_batches)
-    merged = len(tops) < len(entries.histogram)
-    if merged:
-        table = np.searchsorted(tops, np.arange(len(entries.histogram))).astype(classes.dtype)
-        order, bounds = class_order(table[classes], len(tops), bits)
-    else:
-        order, bounds = class_order(classes, len(tops), bits)
-    widths = (tops + 1) * q
-    made = class_composition(order, bounds, widths, limits, entries.drafts)
-    if merged:
-        longest = np.maximum.reduceat(classes[order], made.offsets[:-1]).astype(np.int32)
-        made = Composition(made.order, made.offsets, (longest + 1) * np.int32(q))
-    return made
+    if len(tops) == num_classes:
+        return class_composition(order, bounds, np.arange(1, num_classes + 1) * q, limits, entries.drafts)
+    ends = np.concatenate([np.zeros(1, np.int64), bounds[tops + 1]])
+    widest = np.diff(tops, prepend=-1) > 1
+    for start, stop in zip(ends[:-1][widest].tolist(), ends[1:][widest].tolist(), strict=True):
+        order[start:stop] = order[start:stop][random_order(bits, stop - start)]
+    made = class_composition(order, ends, (tops + 1) * q, limits, entries.drafts)
+    longest = np.maximum.reduceat(classes[order], made.offsets[:-1]).astype(np.int32)
+    return Composition(made.order, made.offsets, (longest + 1) * np.int32(q))
 
 
 def class_tops(histogram: np.ndarray, limits: Limits, class_batches: int) -> np.ndarray:

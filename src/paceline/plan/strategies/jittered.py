@@ -17,14 +17,12 @@ DEVIATION = 53_510
 MILLION = 1_000_000
 
 
-def compose(
-    entries: Entries, edges: np.ndarray, limits: Limits, settings: PlanConfig, bits: np.random.Philox
-) -> Composition:
+def compose(entries: Entries, limits: Limits, settings: PlanConfig, bits: np.random.BitGenerator) -> Composition:
     """Micro-batches of one epoch; see the registry for the signature."""
     return cut_and_compose(ascending(perturbed(entries.lengths, settings.jitter, bits)), entries, limits)
 
 
-def perturbed(lengths: np.ndarray, jitter: float, bits: np.random.Philox) -> np.ndarray:
+def perturbed(lengths: np.ndarray, jitter: float, bits: np.random.BitGenerator) -> np.ndarray:
     """Lengths × (1 + jitter · deviate) in units of about 1/50 token, int64, at least 0."""
     share = round(jitter * MILLION)
     made = np.empty(len(lengths), np.int64)

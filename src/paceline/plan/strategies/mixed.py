@@ -8,16 +8,16 @@ from __future__ import annotations
 import numpy as np
 
 from paceline.config.plan import PlanConfig
+from paceline.plan.buckets import bucket_edges
 from paceline.plan.composition import Composition, cut_classes
 from paceline.plan.intake import Entries
 from paceline.plan.keys import class_order, random_halves
 from paceline.plan.limits import Limits
 
 
-def compose(
-    entries: Entries, edges: np.ndarray, limits: Limits, settings: PlanConfig, bits: np.random.Philox
-) -> Composition:
+def compose(entries: Entries, limits: Limits, settings: PlanConfig, bits: np.random.BitGenerator) -> Composition:
     """Micro-batches of one epoch; see the registry for the signature."""
+    edges = bucket_edges(entries, settings)
     span = min(settings.mixed_span, len(edges))
     num_supers = len(edges) - span + 1
     bucket = np.searchsorted(edges, entries.lengths)

@@ -51,9 +51,7 @@ class _Bins:
     draft_room: np.ndarray
 
 
-def compose(
-    entries: Entries, edges: np.ndarray, limits: Limits, settings: PlanConfig, bits: np.random.Philox
-) -> Composition:
+def compose(entries: Entries, limits: Limits, settings: PlanConfig, bits: np.random.BitGenerator) -> Composition:
     """Bins of one epoch; see the registry for the signature."""
     shuffle = random_order(bits, entries.count)
     sizes = entries.lengths[shuffle].astype(np.int32 if limits.token_budget < 2**31 else np.int64)

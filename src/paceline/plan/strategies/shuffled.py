@@ -11,8 +11,6 @@ from paceline.plan.keys import random_order
 from paceline.plan.limits import Limits
 
 
-def compose(
-    entries: Entries, edges: np.ndarray, limits: Limits, settings: PlanConfig, bits: np.random.Philox
-) -> Composition:
+def compose(entries: Entries, limits: Limits, settings: PlanConfig, bits: np.random.BitGenerator) -> Composition:
     """Micro-batches of one epoch; see the registry for the signature."""
     return cut_and_compose(random_order(bits, entries.count), entries, limits)

@@ -11,9 +11,7 @@ from paceline.plan.keys import ascending
 from paceline.plan.limits import Limits
 
 
-def compose(
-    entries: Entries, edges: np.ndarray, limits: Limits, settings: PlanConfig, bits: np.random.Philox
-) -> Composition:
+def compose(entries: Entries, limits: Limits, settings: PlanConfig, bits: np.random.BitGenerator) -> Composition:
     """Micro-batches of one epoch; see the registry for the signature. Draws nothing."""
     order = ascending(entries.lengths)
     bounds = np.concatenate([np.zeros(1, np.int64), np.cumsum(entries.histogram)])

@@ -14,9 +14,7 @@ from paceline.plan.keys import ascending, random_order
 from paceline.plan.limits import Limits
 
 
-def compose(
-    entries: Entries, edges: np.ndarray, limits: Limits, settings: PlanConfig, bits: np.random.Philox
-) -> Composition:
+def compose(entries: Entries, limits: Limits, settings: PlanConfig, bits: np.random.BitGenerator) -> Composition:
     """Micro-batches of one epoch; see the registry for the signature."""
     order = random_order(bits, entries.count)
     window = np.arange(entries.count, dtype=np.int64) // settings.sort_window
