@@ -30,6 +30,16 @@ class ObserveConfig(Section):
     """Mirror to TensorBoard event files in the run directory (extra `tensorboard`)."""
     trackio: bool = False
     """Mirror to trackio on this machine (extra `trackio`)."""
+    alert_command: list[str] = []
+    """Program and arguments that are run at an alert, which is one JSON object on its standard input. Empty: none."""
+    alert_webhook: str | None = None
+    """Address that gets the same object in a POST; its `text` is a sentence. Unset: none."""
+    alert_after_s: float = Field(default=900.0, gt=0)
+    """Seconds without an optimizer step after which an alert says so."""
+    alert_jump: float = Field(default=8.0, gt=0)
+    """A step loss this many times its usual scatter above the recent steps is an alert."""
+    trace: bool = False
+    """Write spans of every stage to trace.json in the run directory, which ui.perfetto.dev opens."""
     mirror_queue_lines: int = Field(default=256, ge=1)
     """Lines waiting for a slow mirror at most; beyond that the oldest are dropped for that mirror, and counted."""
     mirror_start_limit_s: float = Field(default=30.0, gt=0)

@@ -6,7 +6,7 @@ import resource
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +14,15 @@ from rich.console import Console
 
 from paceline.config import ObserveConfig
 from paceline.contracts import StepReport
-from paceline.errors import PacelineError, TrackerError
+from paceline.errors import PacelineError, RunDirectoryError, TrackerError
+from paceline.observe.alerts import Alerts
 from paceline.observe.console import View, open_view
 from paceline.observe.lines import FORMAT, METRICS_FILE, EventLine, HeaderLine, MetricsFile, StepLine
 from paceline.observe.mirror import Mirror, Sink
 from paceline.observe.sinks import SinkContext, wanted
 from paceline.observe.sinks.isolated import IsolatedSink
 from paceline.observe.tally import Tally
+from paceline.observe.trace import TRACE_FILE, TraceFile
 from paceline.observe.watch import Watch
 
 _SPEED_MEMORY = 0.9
@@ -60,6 +62,8 @@ def open_observer(
         run_dir.mkdir(parents=True, exist_ok=True)
         for name in wanted(settings):
             observer._add_mirror(name, IsolatedSink(name, context))
+        if settings.alert_command or settings.alert_webhook is not None:
+            observer._add_mirror("alerts", Alerts(settings, run_dir))
         for name, sink in (sinks or {}).items():
             observer._add_mirror(name, sink)
         observer._begin(console)
@@ -91,6 +95,7 @@ class Observer:
         self._file: MetricsFile | None = None
         self._view: View | None = None
         self._watch: Watch | None = None
+        self._trace: TraceFile | None = None
         self._early_warnings: list[str] = []
         self._recent_s: float | None = None
         self._epoch = -1
@@ -112,6 +117,7 @@ class Observer:
         self._epoch_samples += report.samples
         previous = report.seconds if self._recent_s is None else self._recent_s
         self._recent_s = _SPEED_MEMORY * previous + (1 - _SPEED_MEMORY) * report.seconds
+        self._draw(lambda trace: trace.step(report, time.time()))
         if self._view is not None:
             self._view.advance(report.step)
         if report.step % self._settings.every_steps == 0 or report.step >= self._total_steps:
@@ -124,6 +130,10 @@ class Observer:
             MetricError: the name is not in the catalogue, or is counted rather than read.
         """
         self._tally.gauge(name, value)
+
+    def span(self, process: str, row: str, name: str, start_s: float, end_s: float, **details: Any) -> None:
+        """Draw a span into the trace, where one is written; see `paceline.observe.trace.TraceFile.span`."""
+        self._draw(lambda trace: trace.span(process, row, name, start_s, end_s, **details))
 
     def event(self, kind: str, **fields: Any) -> None:
         """Write down something that happened, such as ``checkpoint``; the steps before it go out first.
@@ -165,6 +175,8 @@ class Observer:
         self._event("closed", {"status": status} | ({"dropped_lines": dropped} if dropped else {}))
         if self._view is not None:
             self._view.close(status)
+        self._draw(lambda trace: trace.close())
+        self._trace = None
         with self._lock:
             self._file.close()
             self._file = None
@@ -190,6 +202,8 @@ class Observer:
             self._recent_s = before.values.get("speed/seconds_per_step")
         header = HeaderLine(self._step, time.time(), FORMAT, self._total_steps, self._header)
         self._file.append(header)
+        if self._settings.trace:
+            self._trace = TraceFile(self._run_dir / TRACE_FILE)
         self._watch = Watch(self._run_dir, header, self._settings.diagnose_every_steps)
         self._view = open_view(self._settings, console, total_steps=self._total_steps, first_step=self._step)
         for text in self._early_warnings:
@@ -226,6 +240,16 @@ class Observer:
             self._view.show(line)
         for finding in self._watch.see(line) if self._watch is not None else ():
             self.warn(finding.sentence)
+
+    def _draw(self, call: Callable[[TraceFile], None]) -> None:
+        """Add to the trace; one that can no longer be written is dropped, for it is no more than a mirror."""
+        if self._trace is None:
+            return
+        try:
+            call(self._trace)
+        except RunDirectoryError as fault:
+            self._trace = None
+            self.warn(f"the trace is dropped: {fault}")
 
     def _progress(self) -> None:
         gauge = self._tally.gauge

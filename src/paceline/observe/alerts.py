@@ -1,0 +1,154 @@
+"""Alerts: a command or a webhook that hears of a skipped step, a loss that jumps, a stall, and the end of the run.
+
+A sink like any other (`paceline.observe.mirror`): it works on a thread of its own, and a command that hangs or an
+address that does not answer costs a warning, never the run.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import subprocess
+import threading
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections import deque
+from pathlib import Path
+from statistics import median
+
+from paceline.config import ObserveConfig
+from paceline.errors import TrackerError
+from paceline.observe.lines import EventLine, StepLine
+
+DELIVERY_LIMIT_S = 20.0
+"""How long a command may run or an address may take to answer."""
+RECENT_STEPS = 50
+"""Lines that say what loss is usual."""
+QUIET_STEPS = 20
+"""Lines after an alert in which the same kind is not told again."""
+
+
+class Alerts:
+    """Watches the lines and tells a command, a webhook, or both.
+
+    Args:
+        settings: of the run.
+        run_dir: named in every alert.
+    """
+
+    def __init__(self, settings: ObserveConfig, run_dir: Path) -> None:
+        self._settings = settings
+        self._run_dir = run_dir
+        self._recent: deque[float] = deque(maxlen=RECENT_STEPS)
+        self._quiet: dict[str, int] = {}
+        self._step = 0
+        self._seen = threading.Event()
+        self._over = False
+        self._told_failure = False
+        self._stall_watch = threading.Thread(target=self._watch_for_stalls, name="observe-stalls", daemon=True)
+        self._stall_fault: Exception | None = None
+
+    def start(self) -> None:
+        """Check that the command and the address can be used at all.
+
+        Raises:
+            TrackerError: they cannot.
+        """
+        command, address = self._settings.alert_command, self._settings.alert_webhook
+        if command and shutil.which(command[0]) is None:
+            raise TrackerError(f"observe.alert_command: {command[0]}: no such program; give its full path")
+        if address is not None and urllib.parse.urlsplit(address).scheme not in ("http", "https"):
+            raise TrackerError(f"observe.alert_webhook: {address}: not an address; it starts with http:// or https://")
+        self._stall_watch.start()
+
+    def write(self, line: StepLine | EventLine) -> None:
+        """Look at one line.
+
+        Raises:
+            RuntimeError: an alert could not be delivered.
+        """
+        if self._stall_fault is not None:
+            raise self._stall_fault
+        self._seen.set()
+        self._step = line.step
+        if isinstance(line, EventLine):
+            if line.event == "failure":
+                self._told_failure = True
+                self._tell("failed", f"failed: {line.fields.get('fault', '')}")
+            return
+        loss = line.values.get("loss")
+        if line.values.get("gradient/skipped") or loss is None or not math.isfinite(loss):
+            self._tell_now_and_then("not-finite", f"step {line.step} was skipped or has a loss that is no number")
+        else:
+            self._look_at(loss, line.step)
+
+    def close(self, status: str) -> None:
+        """Tell how the run ended."""
+        self._over = True
+        self._seen.set()
+        if not self._told_failure:
+            self._tell("ended", f"{status} at step {self._step}")
+
+    def abandon(self) -> None:
+        """Nothing of it outlives its time limit."""
+        self._over = True
+        self._seen.set()
+
+    def _look_at(self, loss: float, step: int) -> None:
+        if len(self._recent) == RECENT_STEPS:
+            usual = median(self._recent)
+            scatter = 1.4826 * median(abs(value - usual) for value in self._recent)
+            if loss > usual + self._settings.alert_jump * max(scatter, 1e-3 * abs(usual)):
+                self._tell_now_and_then("loss-jump", f"loss jumped from about {usual:.3f} to {loss:.3f} at step {step}")
+        self._recent.append(loss)
+
+    def _watch_for_stalls(self) -> None:
+        while not self._over:
+            if self._seen.wait(self._settings.alert_after_s):
+                self._seen.clear()
+                continue
+            try:
+                self._tell("stall", f"no step for {self._settings.alert_after_s:g} s after step {self._step}")
+            except (RuntimeError, OSError) as fault:
+                self._stall_fault = RuntimeError(str(fault))
+            self._seen.wait()
+            self._seen.clear()
+
+    def _tell_now_and_then(self, kind: str, what: str) -> None:
+        quiet_until = self._quiet.get(kind, 0)
+        self._quiet[kind] = self._step + QUIET_STEPS
+        if self._step >= quiet_until:
+            self._tell(kind, what)
+
+    def _tell(self, kind: str, what: str) -> None:
+        run = self._run_dir.resolve()
+        alert = {"kind": kind, "text": f"paceline {run.name}: {what}", "run_dir": str(run), "step": self._step}
+        data = json.dumps(alert).encode()
+        if self._settings.alert_command:
+            self._run_command(data)
+        if self._settings.alert_webhook is not None:
+            self._post(self._settings.alert_webhook, data)
+
+    def _run_command(self, data: bytes) -> None:
+        command = self._settings.alert_command
+        try:
+            subprocess.run(
+                command,
+                input=data,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                timeout=DELIVERY_LIMIT_S,
+                check=True,
+            )
+        except (subprocess.SubprocessError, OSError) as fault:
+            raise RuntimeError(f"alert command {command[0]}: {fault}") from fault
+
+    def _post(self, address: str, data: bytes) -> None:
+        request = urllib.request.Request(address, data=data, headers={"Content-Type": "application/json"})
+        try:
+            with urllib.request.urlopen(request, timeout=DELIVERY_LIMIT_S) as answer:
+                answer.read()
+        except (urllib.error.URLError, OSError) as fault:
+            raise RuntimeError(f"alert webhook {urllib.parse.urlsplit(address).netloc}: {fault}") from fault
