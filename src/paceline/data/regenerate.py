@@ -82,7 +82,7 @@ class RegenerateReport:
 
 
 @dataclass(slots=True)
-class _Conversation:
+class OpenConversation:
     """A prompt on its way: turns still to ask, and the conversation so far."""
 
     row_id: str
@@ -141,15 +141,15 @@ def regenerate(
     if settings.batch_size < 1:
         raise DataError(f"regenerate: batch_size is {settings.batch_size}; it must be at least 1")
     output.parent.mkdir(parents=True, exist_ok=True)
-    done = _done(output, settings.sampling) | _done(cut_path(output), settings.sampling)
+    done = rows_there(output, settings.sampling) | rows_there(cut_path(output), settings.sampling)
     counts = {"written": 0, "cut": 0, "already_there": 0, "repeated": 0, "answer_tokens": 0}
     with output.open("ab") as kept, cut_path(output).open("ab") as cut:
-        for batch in _batches(_fresh(prompts, done, counts), settings.batch_size):
+        for batch in _batches(open_conversations(prompts, done, counts), settings.batch_size):
             _answer(batch, generate, tokenizer, settings)
             for conversation in batch:
                 was_cut = conversation.finish_reason == "length"
                 dropped = was_cut and (settings.cut == "drop" or not conversation.answer_tokens)
-                _write(cut if dropped else kept, conversation, settings.sampling)
+                write_row(cut if dropped else kept, conversation, settings.sampling)
                 counts["cut"] += was_cut
                 counts["written"] += not dropped
                 counts["answer_tokens"] += sum(conversation.answer_tokens)
@@ -158,7 +158,7 @@ def regenerate(
     return RegenerateReport(**counts)
 
 
-def _done(path: Path, sampling: Sampling) -> set[str]:
+def rows_there(path: Path, sampling: Sampling) -> set[str]:
     """Ids of the rows a file holds; a torn last line is removed from it."""
     if not path.exists():
         return set()
@@ -184,7 +184,9 @@ def _done(path: Path, sampling: Sampling) -> set[str]:
     return ids
 
 
-def _fresh(prompts: Iterable[Mapping[str, Any]], done: set[str], counts: dict[str, int]) -> Iterator[_Conversation]:
+def open_conversations(
+    prompts: Iterable[Mapping[str, Any]], done: set[str], counts: dict[str, int]
+) -> Iterator[OpenConversation]:
     """The prompts still to answer, checked; skipped ones are counted."""
     seen: set[str] = set()
     for number, row in enumerate(prompts, start=1):
@@ -198,7 +200,7 @@ def _fresh(prompts: Iterable[Mapping[str, Any]], done: set[str], counts: dict[st
             counts["already_there"] += 1
             continue
         extras = {key: value for key, value in row.items() if key != "messages"}
-        yield _Conversation(row_id, extras, [message for message in messages if message["role"] != "assistant"])
+        yield OpenConversation(row_id, extras, [message for message in messages if message["role"] != "assistant"])
 
 
 def _checked(number: int, row: Mapping[str, Any]) -> list[dict[str, str]]:
@@ -220,9 +222,9 @@ def _checked(number: int, row: Mapping[str, Any]) -> list[dict[str, str]]:
     return plain
 
 
-def _batches(conversations: Iterator[_Conversation], size: int) -> Iterator[list[_Conversation]]:
+def _batches(conversations: Iterator[OpenConversation], size: int) -> Iterator[list[OpenConversation]]:
     """Lists of up to `size` conversations."""
-    batch: list[_Conversation] = []
+    batch: list[OpenConversation] = []
     for conversation in conversations:
         batch.append(conversation)
         if len(batch) == size:
@@ -233,13 +235,13 @@ def _batches(conversations: Iterator[_Conversation], size: int) -> Iterator[list
 
 
 def _answer(
-    batch: list[_Conversation], generate: GenerateAnswers, tokenizer: ChatTokenizer, settings: RegenerateSettings
+    batch: list[OpenConversation], generate: GenerateAnswers, tokenizer: ChatTokenizer, settings: RegenerateSettings
 ) -> None:
     """Ask all turns of a batch of conversations, one turn of each at a time."""
     asking = [conversation for conversation in batch if conversation.advance()]
     while asking:
         prompts = [_prompt_tokens(conversation.said, tokenizer, settings.template) for conversation in asking]
-        asked: list[tuple[_Conversation, list[int]]] = []
+        asked: list[tuple[OpenConversation, list[int]]] = []
         for conversation, prompt in zip(asking, prompts, strict=True):
             longest = len(prompt) + settings.sampling.max_new_tokens
             if settings.max_context_tokens is not None and longest > settings.max_context_tokens:
@@ -260,7 +262,7 @@ def _prompt_tokens(said: list[dict[str, str]], tokenizer: ChatTokenizer, templat
     return list(tokenizer.encode(text, add_special_tokens=False))
 
 
-def _append(conversation: _Conversation, answer: GeneratedAnswer, tokenizer: ChatTokenizer) -> None:
+def _append(conversation: OpenConversation, answer: GeneratedAnswer, tokenizer: ChatTokenizer) -> None:
     """Add a decoded answer, special tokens kept: they are part of what the target wrote."""
     text = tokenizer.decode(list(answer.ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
     conversation.said.append({"role": "assistant", "content": text})
@@ -268,7 +270,7 @@ def _append(conversation: _Conversation, answer: GeneratedAnswer, tokenizer: Cha
     conversation.finish_reason = answer.finish_reason
 
 
-def _write(file: IO[bytes], conversation: _Conversation, sampling: Sampling) -> None:
+def write_row(file: IO[bytes], conversation: OpenConversation, sampling: Sampling) -> None:
     """One row, flushed, so that a kill loses no more than the batch under way."""
     row = {
         **conversation.extras,

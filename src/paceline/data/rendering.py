@@ -164,7 +164,7 @@ class Encoder:
             found = self._remembered.get(piece) or memory.get(piece)
             if found is None:
                 found = self.whole(piece)
-                (self._remembered if len(piece) <= _SHORT and len(self._remembered) < 50_000 else memory)[piece] = found
+                (self._remembered if len(piece) <= _SHORT and len(self._remembered) < 4096 else memory)[piece] = found
             ids += found
         return ids
 

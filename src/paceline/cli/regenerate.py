@@ -1,0 +1,213 @@
+"""``paceline regenerate``: answers to prompts by the target itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import tyro
+
+from paceline.cli import frame
+from paceline.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+    from paceline.contracts import GenerateAnswers, Sampling
+    from paceline.data.regenerate import RegenerateSettings
+
+
+@dataclass
+class Arguments:
+    """Which prompts, who answers, and how."""
+
+    prompts: Annotated[list[str], tyro.conf.Positional]
+    """Data files with `messages`; answers that they hold are made anew."""
+    out: Path
+    """JSON lines file of the answered rows; continued where it is there."""
+    target: str
+    """Folder of the target: its tokenizer, its chat template, and with --local its weights."""
+    local: bool = False
+    """Answer with the target in this process."""
+    endpoint: str | None = None
+    """Answer with an OpenAI-compatible server: its address, for example http://localhost:8000/v1."""
+    model: str | None = None
+    """Name of the model at the server. Unset: the only one that the server names."""
+    max_new_tokens: int = 1024
+    """Longest answer in tokens."""
+    temperature: float = 0.0
+    """0 is greedy: the target's most probable token."""
+    top_k: int = 0
+    """Draw among the k most probable tokens; 0 is all."""
+    top_p: float = 1.0
+    """Draw among the smallest set of tokens with this much probability."""
+    seed: int = 0
+    """Key of the draws."""
+    cut: Literal["drop", "mark"] = "drop"
+    """Rows whose answer reaches the limit: to a file of cut rows, or kept and marked."""
+    thinking: Literal["auto", "on", "off"] = "auto"
+    """The template's `enable_thinking`; auto leaves the template's default."""
+    max_context: int | None = None
+    """Turns whose prompt and longest answer exceed this many tokens are not asked."""
+    batch_size: int = 16
+    """Conversations answered side by side with --local."""
+    in_flight: int = 32
+    """Requests under way at once with --endpoint."""
+    timeout_s: float = 600.0
+    """Longest wait for one answer of the server."""
+    key_variable: str | None = None
+    """Environment variable that holds the server's key."""
+    attempts: int = 6
+    """Tries of one request before the run stops."""
+    device: str = "cpu"
+    """Where the target runs with --local."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Type of its weights with --local."""
+    trust_remote_code: bool = False
+    """Whether code that comes with the target may run."""
+    json: bool = False
+    """Print the counts as JSON."""
+
+
+def run(argv: Sequence[str]) -> int:
+    """Answer prompts and say how many rows were written."""
+    from paceline.contracts import Sampling
+
+    arguments, _ = frame.parse(
+        Arguments,
+        argv,
+        prog="paceline regenerate",
+        description="Answer prompts with the target, so that the drafter learns the text that its target writes.\n\n"
+        "Examples:\n"
+        "  paceline regenerate prompts.jsonl --target models/small --local --out answers.jsonl\n"
+        "  paceline regenerate prompts.jsonl --target models/large --endpoint http://localhost:8000/v1 --out a.jsonl",
+    )
+    if arguments.local == (arguments.endpoint is not None):
+        raise ConfigError("regenerate: give either --local or --endpoint URL")
+    sampling = Sampling(
+        arguments.max_new_tokens, arguments.temperature, arguments.top_k, arguments.top_p, arguments.seed
+    )
+    passed_over: list[str] = []
+    counts = (_local if arguments.local else _remote)(arguments, sampling, passed_over)
+    counts["passed_over"] = len(passed_over)
+    if arguments.json:
+        frame.write_json(counts)
+        return 0
+    frame.stdout.print(
+        f"{arguments.out}: {counts['written']:,} rows added, {counts['already_there']:,} were there, "
+        f"{counts['cut']:,} cut, {counts['repeated']:,} repeated prompts"
+    )
+    for line in passed_over[:3]:
+        frame.stdout.print(f"passed over: {line}", markup=False)
+    if len(passed_over) > 3:
+        frame.stdout.print(f"passed over: {len(passed_over) - 3:,} more rows")
+    return 0
+
+
+def _local(arguments: Arguments, sampling: Sampling, passed_over: list[str]) -> dict[str, Any]:
+    from paceline.data.regenerate import regenerate
+    from paceline.data.tokenizer import load_tokenizer
+
+    tokenizer: Any = load_tokenizer(arguments.target, arguments.trust_remote_code)
+    rows = list(_prompts(arguments, passed_over))
+    generate = _generator(arguments, tokenizer)
+    with _bars() as bars:
+        told = bars.track(rows, description="prompts")
+        return asdict(regenerate(told, generate, tokenizer, _settings(arguments, sampling), arguments.out))
+
+
+def _remote(arguments: Arguments, sampling: Sampling, passed_over: list[str]) -> dict[str, Any]:
+    import os
+
+    from paceline.data.endpoint import Endpoint, regenerate_remote
+
+    key = os.environ.get(arguments.key_variable) if arguments.key_variable else None
+    if arguments.key_variable and not key:
+        raise ConfigError(f"--key-variable {arguments.key_variable}: no such environment variable is set")
+    assert arguments.endpoint is not None
+    endpoint = Endpoint(
+        arguments.endpoint, arguments.model, key, arguments.in_flight, arguments.timeout_s, arguments.attempts
+    )
+    rows = list(_prompts(arguments, passed_over))
+    with _bars() as bars:
+        task = bars.add_task("prompts", total=len(rows))
+        settings = _settings(arguments, sampling)
+        made = regenerate_remote(rows, endpoint, settings, arguments.out, lambda n: bars.advance(task, n))
+    passed_over.extend(made.refused)
+    return {**asdict(made.counts), "retries": made.retries}
+
+
+def _bars() -> Progress:
+    from rich.progress import (
+        MofNCompleteColumn,
+        Progress,
+        ProgressColumn,
+        Task,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    class Rate(ProgressColumn):
+        """Rows per second."""
+
+        def render(self, task: Task) -> str:
+            return f"{task.speed or 0:.1f} rows/s"
+
+    columns = (TextColumn("{task.description}"), MofNCompleteColumn(), Rate(), TimeElapsedColumn())
+    return Progress(*columns, TimeRemainingColumn(), console=frame.stderr, transient=True)
+
+
+def _settings(arguments: Arguments, sampling: Sampling) -> RegenerateSettings:
+    from paceline.data.regenerate import RegenerateSettings
+
+    return RegenerateSettings(
+        sampling,
+        batch_size=arguments.batch_size,
+        cut=arguments.cut,
+        max_context_tokens=arguments.max_context,
+        template=_template(arguments),
+    )
+
+
+def _template(arguments: Arguments) -> dict[str, Any]:
+    return {} if arguments.thinking == "auto" else {"enable_thinking": arguments.thinking == "on"}
+
+
+def _prompts(arguments: Arguments, passed_over: list[str]) -> Iterator[dict[str, Any]]:
+    """Rows that ask something in plain text; others are noted in `passed_over`."""
+    from paceline.data.conversation import Conversation, SetAside, read_row
+    from paceline.data.sources import read_rows
+
+    for where, values in read_rows(arguments.prompts, "prompts"):
+        try:
+            if isinstance(values, SetAside):
+                raise values
+            row = read_row(values, answered=False)
+            if not isinstance(row, Conversation):
+                raise SetAside("no_messages", "no chat")
+            if any(turn["role"] == "tool" or not isinstance(turn["content"], str) for turn in row.messages):
+                raise SetAside("wrong_roles", "tool turns cannot be made anew")
+        except SetAside as found:
+            passed_over.append(f"{where} ({found.reason}: {found.detail})")
+            continue
+        rest = {key: value for key, value in values.items() if key not in ("conversations", "prompt", "response")}
+        yield {**rest, "messages": row.messages}
+
+
+def _generator(arguments: Arguments, tokenizer: Any) -> GenerateAnswers:
+    from paceline.data.tokenizer import end_token_ids
+    from paceline.target.generate import TargetGenerator
+    from paceline.target.load import load_model, torch_dtype
+
+    model, _, facts = load_model(
+        arguments.target,
+        dtype=torch_dtype(arguments.dtype),
+        device=arguments.device,
+        trust_remote_code=arguments.trust_remote_code,
+    )
+    stops = end_token_ids(tokenizer)
+    pad = facts.pad_token_id if facts.pad_token_id is not None else (stops[0] if stops else 0)
+    return TargetGenerator(model, pad, stops)

@@ -1,0 +1,218 @@
+"""Answers over HTTP from a local server that fails in every way a server can."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.contracts import Sampling
+from paceline.data.endpoint import Endpoint, regenerate_remote
+from paceline.data.regenerate import RegenerateSettings, cut_path
+from paceline.errors import DataError
+
+SETTINGS = RegenerateSettings(Sampling(64))
+
+
+def said(messages: list[dict[str, str]]) -> str:
+    """The server's answer: a function of the whole conversation so far."""
+    return "answer " + hashlib.sha256(json.dumps(messages).encode()).hexdigest()[:12]
+
+
+class Server(ThreadingHTTPServer):
+    """Answers chat completions; `fault(number, body)` may name a way to fail for a request."""
+
+    daemon_threads = True
+    block_on_close = False
+
+    def __init__(self, fault: Callable[[int, dict[str, Any]], str | None]) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.fault = fault
+        self.bodies: list[dict[str, Any]] = []
+        self.lock = threading.Lock()
+        self.release = threading.Event()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that has gone is no news."""
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}/v1"
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: Server
+
+    def log_message(self, *_: Any) -> None:
+        """Quiet."""
+
+    def do_GET(self) -> None:
+        self._send(200, json.dumps({"data": [{"id": "tiny"}]}).encode())
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        with self.server.lock:
+            number = len(self.server.bodies)
+            self.server.bodies.append(body)
+        fault = self.server.fault(number, body)
+        message = {"role": "assistant", "content": said(body["messages"]), "reasoning_content": "because"}
+        choice = {"message": message, "finish_reason": "length" if fault == "cut" else "stop"}
+        data = json.dumps({"choices": [choice], "usage": {"completion_tokens": 7}}).encode()
+        if fault in (None, "cut"):
+            self._send(200, data)
+        elif fault == "truncated":
+            self._send(200, data[: len(data) // 2], length=len(data))
+            self.close_connection = True
+        elif fault == "half":
+            self._send(200, data[: len(data) // 2])
+        elif fault == "gone":
+            self.close_connection = True
+        elif fault == "silent":
+            self.server.release.wait()
+            self.close_connection = True
+        else:
+            self._send(int(fault), b'{"error": "no"}')
+
+    def _send(self, code: int, data: bytes, length: int | None = None) -> None:
+        self.send_response(code)
+        self.send_header("Content-Length", str(len(data) if length is None else length))
+        if code == 429:
+            self.send_header("Retry-After", "0")
+        self.end_headers()
+        self.wfile.write(data)
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., Server]]:
+    running: list[Server] = []
+
+    def start(fault: Callable[[int, dict[str, Any]], str | None] = lambda number, body: None) -> Server:
+        server = Server(fault)
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        running.append(server)
+        return server
+
+    yield start
+    for server in running:
+        server.release.set()
+        server.shutdown()
+        server.server_close()
+
+
+def asked(number: int, turns: int = 1) -> dict[str, Any]:
+    return {
+        "messages": [{"role": "user", "content": f"question {number}.{turn}"} for turn in range(turns)],
+        "tags": [f"t{number}"],
+    }
+
+
+def rows_of(path: Path) -> dict[str, dict[str, Any]]:
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    found = {row["messages"][0]["content"]: row for row in rows}
+    assert len(found) == len(rows)
+    return found
+
+
+def endpoint(server: Server, **more: Any) -> Endpoint:
+    return Endpoint(server.url, **{"in_flight": 4, "timeout_s": 20.0, "first_pause_s": 0.001, "attempts": 4, **more})
+
+
+def test_every_prompt_is_answered_turn_by_turn(tmp_path: Path, serve: Callable[..., Server]) -> None:
+    server = serve()
+    prompts = [asked(number, turns=1 + number % 3) for number in range(20)]
+    settings = RegenerateSettings(Sampling(64, 0.7, 5, 0.9, 3), template={"enable_thinking": False})
+    done: list[int] = []
+    made = regenerate_remote([*prompts, prompts[0]], endpoint(server), settings, tmp_path / "out.jsonl", done.append)
+    assert (made.counts.written, made.counts.repeated, made.retries, made.refused) == (20, 1, 0, [])
+    assert sum(done) == 20 and made.counts.answer_tokens == 7 * sum(len(prompt["messages"]) for prompt in prompts)
+    rows = rows_of(tmp_path / "out.jsonl")
+    for number, prompt in enumerate(prompts):
+        row = rows[f"question {number}.0"]
+        sent: list[dict[str, str]] = []
+        for turn, message in enumerate(prompt["messages"]):
+            sent.append(message)
+            assert row["messages"][2 * turn] == message
+            assert row["messages"][2 * turn + 1] == {
+                "role": "assistant",
+                "content": said(sent),
+                "reasoning_content": "because",
+            }
+            sent.append({"role": "assistant", "content": said(sent)})
+        assert row["tags"] == prompt["tags"] and row["model"] == "tiny" and row["finish_reason"] == "stop"
+        assert row["sampling"] == {"max_new_tokens": 64, "temperature": 0.7, "top_k": 5, "top_p": 0.9, "seed": 3}
+    body = server.bodies[0]
+    assert {key: body[key] for key in ("model", "max_tokens", "temperature", "top_p", "seed", "top_k")} == {
+        "model": "tiny",
+        "max_tokens": 64,
+        "temperature": 0.7,
+        "top_p": 0.9,
+        "seed": 3,
+        "top_k": 5,
+    }
+    assert body["chat_template_kwargs"] == {"enable_thinking": False}
+
+
+@pytest.mark.parametrize("fault", ["429", "500", "503", "truncated", "half", "gone"])
+def test_what_passes_is_tried_again(fault: str, tmp_path: Path, serve: Callable[..., Server]) -> None:
+    seen: Counter[str] = Counter()
+
+    def fails_twice(number: int, body: dict[str, Any]) -> str | None:
+        key = body["messages"][0]["content"]
+        seen[key] += 1
+        return fault if seen[key] <= 2 else None
+
+    made = regenerate_remote(
+        [asked(number) for number in range(6)], endpoint(serve(fails_twice)), SETTINGS, tmp_path / "out.jsonl"
+    )
+    assert made.counts.written == 6 and made.retries == 12 and set(seen.values()) == {3}
+    assert all(row["messages"][1]["content"].startswith("answer ") for row in rows_of(tmp_path / "out.jsonl").values())
+
+
+def test_an_answer_that_does_not_come_is_asked_for_again(tmp_path: Path, serve: Callable[..., Server]) -> None:
+    server = serve(lambda number, body: "silent" if number == 0 else None)
+    made = regenerate_remote([asked(0)], endpoint(server, timeout_s=0.3), SETTINGS, tmp_path / "out.jsonl")
+    assert made.counts.written == 1 and made.retries == 1
+
+
+def test_a_server_that_dies_keeps_what_was_answered_and_the_run_goes_on(
+    tmp_path: Path, serve: Callable[..., Server]
+) -> None:
+    prompts = [asked(number) for number in range(30)]
+    dying = serve(lambda number, body: "gone" if number >= 10 else None)
+    with pytest.raises(DataError, match=r"failed 4 times in a row.*run the same command to go on") as fault:
+        regenerate_remote(prompts, endpoint(dying), SETTINGS, tmp_path / "out.jsonl")
+    assert len(fault.value.faults) == 1
+    kept = rows_of(tmp_path / "out.jsonl")
+    assert len(kept) == 10
+    made = regenerate_remote(prompts[::-1], endpoint(serve()), SETTINGS, tmp_path / "out.jsonl")
+    assert (made.counts.written, made.counts.already_there) == (20, 10)
+    assert set(rows_of(tmp_path / "out.jsonl")) == {f"question {number}.0" for number in range(30)}
+
+
+def test_refused_and_cut_rows_are_counted_and_told(tmp_path: Path, serve: Callable[..., Server]) -> None:
+    def fault(number: int, body: dict[str, Any]) -> str | None:
+        return {"question 1.0": "400", "question 2.0": "cut"}.get(body["messages"][0]["content"])
+
+    made = regenerate_remote(
+        [asked(number) for number in range(4)], endpoint(serve(fault)), SETTINGS, tmp_path / "out.jsonl"
+    )
+    assert made.counts.written == 2 and made.counts.cut == 1 and made.retries == 0
+    assert len(made.refused) == 1 and "HTTP 400" in made.refused[0]
+    assert rows_of(cut_path(tmp_path / "out.jsonl"))["question 2.0"]["finish_reason"] == "length"
+
+
+def test_what_cannot_pass_stops_at_once(tmp_path: Path, serve: Callable[..., Server]) -> None:
+    server = serve(lambda number, body: "401")
+    with pytest.raises(DataError, match=r"HTTP 401 .*check the address, the model and the key"):
+        regenerate_remote([asked(0)], endpoint(server), SETTINGS, tmp_path / "out.jsonl")
+    assert len(server.bodies) == 1
+    with pytest.raises(DataError, match="no address of a server"):
+        regenerate_remote([asked(0)], Endpoint("localhost:8000"), SETTINGS, tmp_path / "out.jsonl")
