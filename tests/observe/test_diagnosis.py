@@ -54,7 +54,8 @@ def test_the_story_which_lengths_train_when(tmp_path, record_property):
     assert sentence.endswith("Plan.schedule: stratified would remove most of it.")
     assert set(warnings_of(good)) == set()
     before, after = explain_jitter(read_history(bad)), explain_jitter(read_history(good))
-    assert before.explained > 0.9 and before.slope < 0
+    # Long samples have the lower loss, so short buckets push it up and long ones down.
+    assert before.explained > 0.9 and before.slope * (2.5 - int(before.leader.split()[1])) > 0
     ratio = before.deviation**2 / after.deviation**2
     record_property("variance_ratio", ratio)
     assert ratio > 5
