@@ -17,7 +17,6 @@ import json
 import logging
 import random
 import shlex
-import time
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from functools import partial
@@ -208,7 +207,6 @@ def main() -> None:
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     torch.set_num_threads(options.threads)
-    started = time.monotonic()
     tokenizer = AutoTokenizer.from_pretrained(options.target)
     model = AutoModelForCausalLM.from_pretrained(options.target, dtype=torch.float32).eval()
     generate = TargetGenerator(model, tokenizer.pad_token_id, [tokenizer.eos_token_id])
@@ -234,7 +232,6 @@ def main() -> None:
     write(options.out / "chats.jsonl", training, options.seed)
     report = {
         "command": command(options),
-        "wall_s": round(time.monotonic() - started),
         "training_rows": len(training),
         "training_rows_by_tag": dict(sorted(Counter(row["tags"][0] for row in training).items())),
         "training_rows_sampled": sum(row["sampling"]["temperature"] > 0 for row in training),
