@@ -368,3 +368,40 @@ def test_tags_of_rows_and_of_what_is_seen_in_them_are_totalled(tmp_path: Path, c
     assert report.tags["greeting"].samples == 2
     assert report.tags["greeting"].supervised_tokens == store.supervised[:2].sum()
     assert report.tags["no-thinking"].tokens == report.tokens
+
+
+def test_files_have_weights_and_tags(tmp_path: Path, chatml: str, write_rows: Write) -> None:
+    often, rare = write_rows(CHATS[:8], "often.jsonl"), write_rows(CHATS[8:], "rare.jsonl")
+    report = run([f"{often}#tag=code&weight=2.5", f"{rare}#weight=0.5&tag=chat&tag=small"], tmp_path / "store", chatml)
+    store = open_store(tmp_path / "store")
+    lines = [store.origin(row) for row in range(len(store))]
+    times = [sum(line == f"{often}:{k}" for line in lines) for k in range(1, 9)]
+    assert set(times) <= {2, 3} and 16 < sum(times) < 24
+    kept = [line for line in lines if line.startswith(rare)]
+    assert len(set(kept)) == len(kept) and 0 < len(kept) < 12
+    assert report.set_aside["weight"].count == 12 - len(kept)
+    assert store.tags(0)[0] == "code" and store.tags(len(store) - 1)[:2] == ("chat", "small")
+    assert report.samples == len(store) == report.tags["code"].samples + report.tags["chat"].samples
+    with pytest.raises(DataError, match="another data"):
+        run([f"{often}#tag=code&weight=2", f"{rare}#weight=0.5&tag=chat&tag=small"], tmp_path / "store", chatml)
+    for bad, words in (
+        ("weight=no", "weight is 'no'"),
+        ("weight=0", "weight is '0'"),
+        ("size=1", "'size=1' is no option"),
+    ):
+        with pytest.raises(DataError, match=words):
+            run([f"{often}#{bad}"], tmp_path / "other", chatml)
+
+
+def test_data_sets_are_loaded_as_datasets_loads_them(
+    tmp_path: Path, chatml: str, write_rows: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    (tmp_path / "set").mkdir()
+    for split, rows in (("train", CHATS[:15]), ("test", CHATS[15:])):
+        Path(write_rows(rows, f"{split}.jsonl")).rename(tmp_path / "set" / f"{split}.jsonl")
+    report = run([f"hub:{tmp_path / 'set'}"], tmp_path / "store", chatml)
+    test = run([f"hub:{tmp_path / 'set'}#split=test"], tmp_path / "test", chatml)
+    assert (report.samples, test.samples) == (15, 5)
+    with pytest.raises(DataError, match="nowhere: cannot be loaded"):
+        run([f"hub:{tmp_path / 'nowhere'}"], tmp_path / "other", chatml)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from paceline.data.similar import NEAR, first_of_each, near_duplicates, signature
+from paceline.data.similar import NEAR, Prompts, first_of_each, near_duplicates, signature
 
 
 def grams(ids: np.ndarray) -> set[tuple[int, ...]]:
@@ -49,3 +49,11 @@ def test_near_duplicates_are_those_of_all_pairs() -> None:
 
 def test_first_of_each() -> None:
     assert first_of_each(np.array([3, 1, 3, 2, 1], dtype=np.uint64)).tolist() == [True, True, False, True, False]
+
+
+def test_held_out_prompts_are_found_exactly_and_nearly() -> None:
+    long = b"explain how the tide depends on the moon and on the shape of the coast, in three sentences"
+    prompts = Prompts([long, b"hi", b"hi"])
+    assert prompts.holds(long) and prompts.holds(b"hi") and not prompts.holds(long + b"!")
+    assert prompts.nearly_holds(long + b" please") and not prompts.nearly_holds(b"something that is quite different")
+    assert not Prompts().holds(b"") and not Prompts().nearly_holds(b"hi")

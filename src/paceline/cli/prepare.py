@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,7 +16,7 @@ from paceline.config import Settings
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from paceline.data.report import Count, PrepareReport
+    from paceline.data.report import AnchorCoverage, Count, PrepareReport
     from paceline.data.store import TokenStore
 
 _SHOWN_TOKENS = 1500
@@ -49,10 +49,11 @@ def run(argv: Sequence[str]) -> int:
     )
     settings = frame.read_settings(arguments.settings, overrides)
     report = prepare_run(settings, replace=arguments.replace)
+    coverage = _coverage(report.store, settings)
     if arguments.json:
-        frame.write_json(report.to_json())
+        frame.write_json({**report.to_json(), "anchors": asdict(coverage)})
     else:
-        frame.stdout.print(render(report))
+        frame.stdout.print(render(report, coverage))
     if arguments.show:
         _show(report.store, settings, arguments.show)
     return 0
@@ -91,8 +92,17 @@ def prepare_run(settings: Settings, *, replace: bool = False) -> PrepareReport:
         )
 
 
-def render(report: PrepareReport) -> Text:
-    """The report for a terminal."""
+def _coverage(store: str, settings: Settings) -> AnchorCoverage:
+    from paceline.data.report import anchor_coverage
+    from paceline.data.store import open_store
+
+    drafter = settings.drafter
+    eligible = open_store(store).eligible
+    return anchor_coverage(eligible, num_anchors=drafter.num_anchors, block_size=drafter.block_size)
+
+
+def render(report: PrepareReport, coverage: AnchorCoverage | None = None) -> Text:
+    """The report for a terminal; with what the anchor cap leaves where that is given."""
     from paceline.data.report import NOTES, REASONS
 
     text = Text()
@@ -104,6 +114,11 @@ def render(report: PrepareReport) -> Text:
     text.append(f"rows     {report.rows_in:,} in, {report.rows_used:,} used, {report.samples:,} samples\n")
     text.append(f"tokens   {report.tokens:,}, of them {report.supervised_tokens:,} supervised ({share:.1%})\n")
     text.append(f"anchors  {report.eligible_anchors:,} eligible positions\n")
+    if coverage is not None:
+        text.append(
+            f"an epoch {coverage.anchors:,} anchors, {coverage.covered_labels:.1%} of the labels in a block; "
+            f"{coverage.capped_samples:,} samples at the cap\n"
+        )
     text.append("lengths  " + ", ".join(f"{p} %: {n:,}" for p, n in report.length_percentiles.items()) + "\n")
     text.append(_histogram(report))
     text.append(_counts("left out", report.set_aside, REASONS))

@@ -42,9 +42,10 @@ class DataConfig(Section):
     """What the drafter learns from, and where its tokens are kept."""
 
     train: list[str] = []
-    """JSONL files of chats (`messages`) whose answers are the target's own."""
+    """JSONL, Parquet or Arrow files of chats whose answers are the target's own, folders of such, or `hub:NAME` data
+    sets. `FILE#tag=code&weight=0.5` tags a file's rows and keeps half of them an epoch; 2 shows each twice."""
     heldout: list[str] = []
-    """JSONL files of chats that are never trained on; their prompts measure acceptance."""
+    """Files of chats that are never trained on; their prompts measure acceptance."""
     store: str | None = None
     """Folder of the tokenised store. Unset: `store` inside the run directory."""
     max_length: int = Field(default=4096, ge=4)

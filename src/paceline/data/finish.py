@@ -55,7 +55,7 @@ def finish(
     samples = _all_samples(aside, pieces)
     keep = _unlike(aside, pieces, samples, settings, tally, sources)
     progress("finishing", 1, 3)
-    index = samples.filter(pa.array(keep)).select(INDEX_SCHEMA.names)
+    index = samples.take(pa.array(_weighted(samples, keep, sources, tally))).select(INDEX_SCHEMA.names)
     if not index.num_rows:
         raise DataError(_nothing_left(tally))
     write_table(index, aside / INDEX)
@@ -124,6 +124,25 @@ def _unlike(
     if settings.near_duplicates == "drop":
         keep[near] = False
     return keep
+
+
+def _weighted(samples: pa.Table, keep: np.ndarray, sources: Sequence[Source], tally: Tally) -> np.ndarray:
+    """Rows of the index: each kept sample as often as its file's weight says.
+
+    The whole part of a weight repeats a sample; for the rest, the sample's content decides like a coin.
+    """
+    rows = np.flatnonzero(keep)
+    weights = np.array([source.weight for source in sources])
+    if (weights == 1.0).all():
+        return rows
+    weight = weights[samples["source"].to_numpy()[rows]]
+    hashes = samples["content_hash"].to_numpy()[rows] * np.uint64(0x9E3779B97F4A7C15)
+    coin = (hashes >> np.uint64(11)).astype(np.float64) / 2**53
+    times = np.floor(weight).astype(np.int64) + (coin < weight % 1)
+    for row in rows[times == 0].tolist():
+        place = sources[samples["source"][row].as_py()].path
+        tally.leave_out("weight", f"{place}:{samples['line'][row].as_py()}")
+    return np.repeat(rows, times)
 
 
 def _signatures(aside: Path, pieces: Sequence[Piece], samples: pa.Table) -> Callable[[np.ndarray], np.ndarray]:

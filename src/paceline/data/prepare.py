@@ -25,7 +25,7 @@ from paceline.data import store as stored
 from paceline.data.conversation import Conversation, SetAside, read_row
 from paceline.data.finish import finish
 from paceline.data.report import PrepareReport
-from paceline.data.similar import prompt_key
+from paceline.data.similar import Prompts, prompt_of
 from paceline.data.sources import Piece, Source, find_files, read_piece, scan
 from paceline.data.tokenise import PieceWorker, finished, start_worker, tokenise_piece
 from paceline.data.tokenizer import fingerprint_template, fingerprint_tokenizer, load_tokenizer
@@ -117,7 +117,7 @@ def _ingredients(
 ) -> JsonDict:
     return {
         "format": stored.FORMAT,
-        "rows": [source.digest for source in sources],
+        "rows": [[source.digest, source.weight, list(source.tags)] for source in sources],
         "heldout": [source.digest for source in heldout],
         "tokenizer": fingerprint_tokenizer(tokenizer),
         "template": fingerprint_template(tokenizer),
@@ -161,15 +161,15 @@ def _differences(theirs: JsonDict, ours: JsonDict) -> list[str]:
     return faults
 
 
-def _heldout_prompts(pieces: Sequence[Piece]) -> frozenset[int]:
-    keys: set[int] = set()
+def _heldout_prompts(pieces: Sequence[Piece]) -> Prompts:
+    prompts: list[bytes] = []
     for piece in pieces:
         for line, values in read_piece(piece):
             if isinstance(values, SetAside):
                 raise DataError(f"{piece.path}:{line}: held-out row is not valid JSON; repair or remove the line")
             for row in _conversations(values):
-                keys.add(prompt_key(row))
-    return frozenset(keys)
+                prompts.append(prompt_of(row))
+    return Prompts(prompts)
 
 
 def _conversations(values: Any) -> Iterator[Conversation]:

@@ -30,6 +30,7 @@ REASONS = {
     "duplicate": "the same tokens came earlier",
     "near_duplicate": "nearly the same tokens came earlier",
     "heldout": "the prompt is in the held-out data",
+    "weight": "left out by the weight of its file",
 }
 """Why a row or sample is left out."""
 
@@ -42,6 +43,7 @@ NOTES = {
     "closing_is_no_end_token": "turns close with a token that is no end token of the target",
     "no_closing_token": "turns close with no token: the end of an answer is not learned",
     "near_duplicate": "nearly the same tokens came earlier (kept)",
+    "heldout_near": "the prompt is nearly one of the held-out data (kept)",
     "cut_answer": "the answer was cut by a token limit when it was generated (kept without its end)",
     "plain_text": "plain text: every token is supervised",
 }
@@ -131,7 +133,7 @@ class PrepareReport:
         store, fingerprint: where, and the hash of rows, tokenizer, template and settings.
         reused: the store was there already; nothing was done.
         rows_in, rows_used: rows read, and rows of which at least one sample is kept.
-        samples: samples kept.
+        samples: samples shown in an epoch, those that a file's weight repeats counted each time.
         set_aside: reason → count, an example `file:line`, and what was found there.
         notes: the same for what is said about kept samples.
         tokens, supervised_tokens, eligible_anchors: of the kept samples.
@@ -190,3 +192,50 @@ def length_percentiles(lengths: np.ndarray, percents: Iterable[int] = (1, 10, 50
     if not len(lengths):
         return {}
     return {str(p): int(np.percentile(lengths, p, method="lower")) for p in percents}
+
+
+@dataclass(frozen=True, slots=True)
+class AnchorCoverage:
+    """What the anchor cap leaves of the data in one epoch.
+
+    Attributes:
+        anchors: anchors drawn an epoch, at most `num_anchors` a sample.
+        eligible: positions that could be anchors.
+        covered_labels: expected share of the positions after an eligible anchor that are a label of at least one
+            block.
+        capped_samples: samples with more eligible positions than the cap.
+    """
+
+    anchors: int
+    eligible: int
+    covered_labels: float
+    capped_samples: int
+
+
+def anchor_coverage(eligible: np.ndarray, *, num_anchors: int, block_size: int) -> AnchorCoverage:
+    """Anchors of an epoch and the share of labels that they reach.
+
+    Of a sample with E eligible positions in a row, A = min(E, num_anchors) are drawn without replacement. Label j is
+    reached by the w = min(j, block_size - 1) anchors before it: with probability 1 - C(E - w, A) / C(E, A), here with
+    its product form over w.
+
+    Args:
+        eligible: eligible positions per sample, [num_samples]; taken as one run each.
+        num_anchors: cap a sample.
+        block_size: slots of a block.
+    """
+    counts, samples = np.unique(eligible, return_counts=True)
+    drawn = np.minimum(counts, num_anchors)
+    reached = 0.0
+    for total, anchors, times in zip(counts.tolist(), drawn.tolist(), samples.tolist(), strict=True):
+        reach = np.arange(min(block_size - 1, total))
+        missed = np.cumprod(np.maximum(total - reach - anchors, 0) / np.maximum(total - reach, 1))
+        inner = 1.0 - missed
+        reached += times * float(inner.sum() + inner[-1] * (total - len(inner)) if len(inner) else 0.0)
+    positions = int((counts * samples).sum())
+    return AnchorCoverage(
+        anchors=int((drawn * samples).sum()),
+        eligible=positions,
+        covered_labels=reached / positions if positions else 0.0,
+        capped_samples=int(samples[counts > num_anchors].sum()),
+    )

@@ -7,8 +7,7 @@ bands of four places and then whole.
 from __future__ import annotations
 
 import hashlib
-import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
@@ -89,12 +88,39 @@ def near_duplicates(num_samples: int, signatures: Callable[[np.ndarray], np.ndar
     return twin
 
 
-def prompt_key(conversation: Conversation) -> int:
-    """64-bit hash of what the user asked before the first answer, letter case and white space levelled."""
+def prompt_of(conversation: Conversation) -> bytes:
+    """What the user asked before the first answer, letter case and white space levelled, as UTF-8."""
     asked: list[str] = []
     for turn in conversation.messages:
         if turn["role"] == "assistant":
             break
         if turn["role"] == "user":
-            asked.append(re.sub(r"\s+", " ", str(turn["content"])).strip().casefold())
-    return int.from_bytes(hashlib.blake2b("\n".join(asked).encode(), digest_size=8).digest(), "little")
+            asked.append(" ".join(str(turn["content"]).split()).casefold())
+    return "\n".join(asked).encode("utf-8", "surrogatepass")
+
+
+class Prompts:
+    """Held-out prompts, to be found again exactly or nearly (by their bytes' 5-grams).
+
+    Args:
+        prompts: from `prompt_of`.
+    """
+
+    def __init__(self, prompts: Iterable[bytes] = ()) -> None:
+        distinct = list(dict.fromkeys(prompts))
+        self._exact = frozenset(hashlib.blake2b(prompt, digest_size=8).digest() for prompt in distinct)
+        self._signatures = np.stack([_byte_signature(prompt) for prompt in distinct]) if distinct else None
+
+    def holds(self, prompt: bytes) -> bool:
+        """Whether the same prompt is held out."""
+        return hashlib.blake2b(prompt, digest_size=8).digest() in self._exact
+
+    def nearly_holds(self, prompt: bytes) -> bool:
+        """Whether a prompt that shares four fifths of its 5-grams is held out."""
+        if self._signatures is None:
+            return False
+        return bool(((self._signatures == _byte_signature(prompt)).mean(axis=1) >= NEAR).any())
+
+
+def _byte_signature(text: bytes) -> np.ndarray:
+    return signature(np.frombuffer(text or b"\0", dtype=np.uint8))

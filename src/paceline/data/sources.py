@@ -37,11 +37,23 @@ _KINDS = {
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One data file: path, kind (`jsonl`, `parquet` or `arrow`), hash of its bytes."""
+    """One data file: path, kind (`jsonl`, `parquet` or `arrow`), hash of its bytes, how often its rows are shown an
+    epoch, and tags of all its rows."""
 
     path: str
     kind: str
     digest: str
+    weight: float = 1.0
+    tags: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """A data file as it was named: path, weight and tags (see `Source`)."""
+
+    path: Path
+    weight: float = 1.0
+    tags: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +66,7 @@ class Piece:
         path, kind: of the source.
         start, stop: bytes (`jsonl`), row groups (`parquet`) or record batches (`arrow`), stop exclusive.
         first_line: 1-based line (or row) at which it starts.
+        tags: of all rows of the source.
     """
 
     number: int
@@ -63,36 +76,80 @@ class Piece:
     start: int
     stop: int
     first_line: int
+    tags: tuple[str, ...] = ()
 
 
-def find_files(names: Sequence[str], key: str = "data.train") -> list[Path]:
-    """The data files that the names stand for, folders opened.
+def find_files(names: Sequence[str], key: str = "data.train") -> list[Named]:
+    """The data files that the names stand for: folders opened, `hub:` names loaded, `#tag=..&weight=..` read.
 
     Raises:
         DataError: none given, missing, empty, or of an unknown kind; one line each.
     """
     if not names:
         raise DataError(f"{key}: no files given; list at least one JSONL or Parquet file")
-    files: list[Path] = []
+    files: list[Named] = []
     faults: list[str] = []
     for name in names:
-        path = Path(name)
-        if path.is_dir():
-            inside = sorted(file for file in path.rglob("*") if file.suffix in _KINDS and not _is_side_file(file))
-            if not inside:
-                faults.append(f"{key}: {name}: no .jsonl, .parquet or .arrow file in this folder")
-            files += inside
-        elif not path.exists():
-            faults.append(f"{key}: {name}: no such file")
-        elif path.suffix not in _KINDS:
-            faults.append(f"{key}: {name}: unknown kind of file; allowed are {', '.join(_KINDS)}")
-        elif not path.stat().st_size:
-            faults.append(f"{key}: {name}: the file is empty; give a file with one chat a line")
-        else:
-            files.append(path)
+        try:
+            bare, options = _options(name)
+            paths = _hub_files(bare, options) if bare.startswith("hub:") else _local_files(Path(bare))
+            files += [Named(path, options["weight"], options["tags"]) for path in paths]
+        except DataError as fault:
+            faults.append(f"{key}: {name}: {fault}")
     if faults:
         raise DataError(*faults)
     return files
+
+
+def _options(name: str) -> tuple[str, dict[str, Any]]:
+    """Name without its options, and these: `weight`, `tags`, and `split` of a hub data set."""
+    options: dict[str, Any] = {"weight": 1.0, "tags": (), "split": "train"}
+    bare, mark, written = name.rpartition("#")
+    if not mark or "=" not in written:
+        return name, options
+    for part in written.split("&"):
+        key, _, value = part.partition("=")
+        if key == "tag" and value:
+            options["tags"] = (*options["tags"], value.replace(",", " "))
+        elif key == "split" and value:
+            options["split"] = value
+        elif key == "weight":
+            try:
+                options["weight"] = float(value)
+            except ValueError:
+                options["weight"] = -1.0
+            if not 0 < options["weight"] <= 1000:
+                raise DataError(f"weight is {value!r}; it must be a number above 0 and at most 1000")
+        else:
+            raise DataError(f"{part!r} is no option of a file; allowed are tag=WORD, weight=NUMBER and split=NAME")
+    return bare, options
+
+
+def _local_files(path: Path) -> list[Path]:
+    if path.is_dir():
+        inside = sorted(file for file in path.rglob("*") if file.suffix in _KINDS and not _is_side_file(file))
+        if not inside:
+            raise DataError("no .jsonl, .parquet or .arrow file in this folder")
+        return inside
+    if not path.exists():
+        raise DataError("no such file")
+    if path.suffix not in _KINDS:
+        raise DataError(f"unknown kind of file; allowed are {', '.join(_KINDS)}")
+    if not path.stat().st_size:
+        raise DataError("the file is empty; give a file with one chat a line")
+    return [path]
+
+
+def _hub_files(name: str, options: dict[str, Any]) -> list[Path]:
+    """Arrow files of one split of a hub data set (or of a folder that `datasets` can load), loaded into its cache."""
+    import datasets
+    from datasets.exceptions import DatasetsError
+
+    try:
+        loaded: Any = datasets.load_dataset(name.removeprefix("hub:"), split=options["split"])
+    except (OSError, ValueError, DatasetsError) as fault:
+        raise DataError(f"cannot be loaded: {str(fault).splitlines()[0]}") from fault
+    return [Path(file["filename"]) for file in loaded.cache_files]
 
 
 def _is_side_file(file: Path) -> bool:
@@ -104,7 +161,9 @@ def _is_side_file(file: Path) -> bool:
     )
 
 
-def scan(files: Sequence[Path], progress: Callable[[int, int], None] | None = None) -> tuple[list[Source], list[Piece]]:
+def scan(
+    files: Sequence[Named], progress: Callable[[int, int], None] | None = None
+) -> tuple[list[Source], list[Piece]]:
     """Hash every file and cut it into pieces, in one reading of each.
 
     Args:
@@ -114,16 +173,16 @@ def scan(files: Sequence[Path], progress: Callable[[int, int], None] | None = No
     Raises:
         DataError: a file that cannot be read as its kind.
     """
-    total = sum(file.stat().st_size for file in files)
+    total = sum(named.path.stat().st_size for named in files)
     done = 0
     sources: list[Source] = []
     pieces: list[Piece] = []
-    for place, file in enumerate(files):
-        kind = _KINDS[file.suffix]
+    for place, named in enumerate(files):
+        file, kind = named.path, _KINDS[named.path.suffix]
         digest, cuts = _scan_lines(file) if kind == "jsonl" else (_hash(file), _scan_table(file, kind))
-        sources.append(Source(str(file), kind, digest))
+        sources.append(Source(str(file), kind, digest, named.weight, named.tags))
         for start, stop, first in cuts:
-            pieces.append(Piece(len(pieces), place, str(file), kind, start, stop, first))
+            pieces.append(Piece(len(pieces), place, str(file), kind, start, stop, first, named.tags))
         done += file.stat().st_size
         if progress:
             progress(done, total)

@@ -17,7 +17,7 @@ from paceline.data.conversation import Conversation, PlainText, ReadyTokens, Row
 from paceline.data.masks import Sample, check_generation_tags, plain_sample, ready_sample, samples_of, spans_of
 from paceline.data.rendering import Encoder, Renderer
 from paceline.data.report import Tally
-from paceline.data.similar import content_hash, prompt_key, signature
+from paceline.data.similar import Prompts, content_hash, prompt_of, signature
 from paceline.data.sources import Piece, read_piece
 from paceline.data.store import PART_SCHEMA, part_name, write_table
 from paceline.data.tags import conversation_tags
@@ -37,7 +37,7 @@ class PieceWorker:
         settings: lengths and policies.
         count_eligible: eligible anchors of a loss mask.
         folder: where parts are written.
-        heldout: keys of held-out prompts.
+        heldout: prompts that must not be trained on.
     """
 
     tokenizer_path: str
@@ -45,7 +45,7 @@ class PieceWorker:
     settings: DataConfig
     count_eligible: Callable[[np.ndarray], int]
     folder: str
-    heldout: frozenset[int]
+    heldout: Prompts
 
 
 class Tokeniser:
@@ -135,7 +135,7 @@ def tokenise_piece(piece: Piece) -> None:
     tally = Tally()
     columns: dict[str, list[Any]] = {name: [] for name in PART_SCHEMA.names}
     for line, values in read_piece(piece):
-        for sample in usable(values, f"{piece.path}:{line}", tokeniser, worker, tally):
+        for sample in usable(values, f"{piece.path}:{line}", tokeniser, worker, tally, piece.tags):
             _append(columns, sample, piece.source, line)
     folder = Path(worker.folder)
     write_table(pa.Table.from_pydict(columns, schema=PART_SCHEMA), folder / part_name(piece.number))
@@ -146,21 +146,22 @@ def tokenise_piece(piece: Piece) -> None:
 
 
 def usable(
-    values: Any, where: str, tokeniser: Tokeniser, worker: PieceWorker, tally: Tally
+    values: Any, where: str, tokeniser: Tokeniser, worker: PieceWorker, tally: Tally, tags: tuple[str, ...] = ()
 ) -> Iterator[tuple[Sample, int, int]]:
     """The samples of a row that can be trained on, each with its eligible anchors and supervised tokens.
 
-    What is left out or said is counted in `tally`.
+    What is left out or said is counted in `tally`; `tags` are those of the row's file.
     """
     tally.rows_in += 1
     try:
         if isinstance(values, SetAside):
             raise values
         row = read_row(values)
-        if isinstance(row, Conversation) and prompt_key(row) in worker.heldout:
+        asked = prompt_of(row) if isinstance(row, Conversation) else b""
+        if asked and worker.heldout.holds(asked):
             raise SetAside("heldout")
         made = tokeniser.samples(row)
-        tags = conversation_tags(row)
+        seen = conversation_tags(row)
         if isinstance(row, Conversation) and tally.rows_in <= _CHECKED_ROWS:
             tokeniser.check(row, where)
     except SetAside as found:
@@ -176,8 +177,11 @@ def usable(
             continue
         for note in kept.notes:
             tally.note(note, where)
+        if asked and worker.heldout.nearly_holds(asked):
+            tally.note("heldout_near", where)
         spans = kept.spans
-        tagged = Sample(kept.ids, spans, kept.notes, tuple(dict.fromkeys((*kept.tags, *tags))), kept.prompt_text)
+        all_tags = tuple(dict.fromkeys((*tags, *kept.tags, *seen)))
+        tagged = Sample(kept.ids, spans, kept.notes, all_tags, kept.prompt_text)
         yield tagged, eligible, int((spans[1::2] - spans[::2]).sum())
 
 

@@ -9,6 +9,15 @@ _MANY = 0.05
 """Share of rows or samples from which a reason or note becomes a warning."""
 _RARE = 0.05
 """Share of tokens below which a mode (thinking or not) is too rare to be learned."""
+_WORTH_SAYING = (
+    "near_duplicate",
+    "heldout_near",
+    "empty_thought",
+    "no_closing_token",
+    "closing_is_no_end_token",
+    "cut_answer",
+)
+"""Notes that become warnings: the first held-out prompt nearly met, the others where there are many."""
 _PUBLISHED_ROWS = (800_000, 2_000_000)
 """Rows of the published recipes for 8B-class targets, each trained for 6 to 10 epochs."""
 
@@ -19,9 +28,9 @@ def warnings_of(report: PrepareReport, settings: DataConfig) -> list[str]:
     left_out = report.rows_in - report.rows_used
     if report.rows_in and left_out / report.rows_in > _MANY:
         found.append(f"{left_out:,} of {report.rows_in:,} rows ({left_out / report.rows_in:.0%}) are not used")
-    for note in ("near_duplicate", "empty_thought", "no_closing_token", "closing_is_no_end_token", "cut_answer"):
+    for note in _WORTH_SAYING:
         count = report.notes.get(note)
-        if count and count.count / report.samples > _MANY:
+        if count and count.count / report.samples > (0 if note == "heldout_near" else _MANY):
             found.append(f"{count.count:,} of {report.samples:,} samples: {NOTES[note]} (first: {count.example})")
     duplicates = report.set_aside.get("duplicate")
     if duplicates and duplicates.count > _MANY * (report.samples + duplicates.count):

@@ -1,0 +1,63 @@
+"""Sums of reports against brute force."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from paceline.data.report import PrepareReport, Tally, anchor_coverage, length_histogram, length_percentiles
+
+
+@pytest.mark.parametrize(("num_anchors", "block_size"), [(1, 2), (2, 3), (3, 4), (9, 4)])
+def test_coverage_is_the_mean_over_all_draws(num_anchors: int, block_size: int) -> None:
+    eligible = np.array([1, 4, 6, 6])
+    reached = 0.0
+    for total in eligible.tolist():
+        draws = list(itertools.combinations(range(total), min(total, num_anchors)))
+        for draw in draws:
+            labels = {a + k for a in draw for k in range(1, block_size) if a + k <= total}
+            reached += len(labels) / len(draws)
+    found = anchor_coverage(eligible, num_anchors=num_anchors, block_size=block_size)
+    assert found.covered_labels == pytest.approx(reached / eligible.sum())
+    assert found.anchors == sum(min(e, num_anchors) for e in eligible.tolist())
+    assert found.eligible == 17 and found.capped_samples == sum(e > num_anchors for e in eligible.tolist())
+
+
+def test_a_row_cap_leaves_most_labels_of_long_samples_out() -> None:
+    short = anchor_coverage(np.array([186]), num_anchors=512, block_size=16)
+    long = anchor_coverage(np.array([100_000]), num_anchors=512, block_size=16)
+    assert short.covered_labels == 1.0 and short.anchors == 186
+    assert 0.05 < long.covered_labels < 0.08 and long.anchors == 512
+
+
+def test_lengths_are_counted_in_powers_of_two() -> None:
+    lengths = np.array([1, 2, 3, 4, 5, 8, 9, 64])
+    assert length_histogram(lengths) == [
+        [1, 1, 1],
+        [2, 1, 2],
+        [4, 2, 7],
+        [8, 2, 13],
+        [16, 1, 9],
+        [32, 0, 0],
+        [64, 1, 64],
+    ]
+    assert length_histogram(lengths[:0]) == [] and length_percentiles(lengths[:0]) == {}
+    assert length_percentiles(lengths, (50, 100)) == {"50": 4, "100": 64}
+
+
+def test_tallies_add_in_order_and_survive_json() -> None:
+    first, second = Tally(rows_in=2), Tally(rows_in=3, lost_supervised_tokens=4)
+    first.leave_out("too_long", "a:1", "9 tokens")
+    second.leave_out("too_long", "b:1")
+    second.note("cut", "b:2")
+    first.add(Tally.from_json(second.to_json()))
+    assert first.rows_in == 5 and first.lost_supervised_tokens == 4
+    assert (first.set_aside["too_long"].count, first.set_aside["too_long"].example) == (2, "a:1")
+    assert first.notes["cut"].example == "b:2"
+
+
+def test_reports_survive_json(tmp_path: object) -> None:
+    report = PrepareReport("s", "f", 1, 1, 1, {}, {}, 5, 3, 2, 0, [[8, 1, 5]], {"50": 5}, {}, ["few"])
+    assert PrepareReport.from_json(report.to_json()) == report
