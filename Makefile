@@ -17,7 +17,7 @@ demo: $(VENV)/.installed  ## the whole path on an embedded small target, on the 
 	$(BIN)/paceline demo
 
 test: $(VENV)/.installed-dev $(VENV)/.oracles  ## the whole test suite
-	PACELINE_REQUIRE_ORACLES=1 $(BIN)/python -m pytest $(PYTEST_ARGUMENTS)
+	PACELINE_REQUIRE_ORACLES=1 $(BIN)/python -m pytest -n auto --dist loadfile $(PYTEST_ARGUMENTS)
 
 check: $(VENV)/.installed-dev  ## lint, types, import contract
 	$(BIN)/ruff check .

@@ -121,7 +121,7 @@ def test_a_target_that_changed_under_the_run(make_run: MakeRun, tmp_path: Path, 
     assert main(["train", str(settings)]) == 0
     capfd.readouterr()
     config = json.loads((copy / "config.json").read_text())
-    (copy / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 1e-5}))
+    (copy / "config.json").write_text(json.dumps({**config, "max_window_layers": 27}))
     assert "target fingerprint is not today's" in refused(["train", str(settings)], capfd, 1)
 
 
