@@ -4,9 +4,9 @@
     python scripts/make_demo_chats.py --target $demo/target --out $demo --work runs/demo-chats
 
 Prompts come from `demo_text.py`: training prompts from the documents that the target was trained on, evaluation
-prompts from the held-out ones, so the two files share no document. Answers are the target's own: greedy for
-evaluation and for most of the training rows, sampled for the rest. Evaluation rows also hold the text's own answers
-as `reference`. Rows with an answer cut by the limit, and rows whose text does not give back the tokens that the
+prompts from the held-out ones, so the two files share no document; a question that both happen to ask is left out
+of the evaluation. Answers are the target's own: greedy for evaluation and for most of the training rows, sampled for
+the rest. Evaluation rows also hold the text's own answers as `reference`. Rows with an answer cut by the limit, and rows whose text does not give back the tokens that the
 target wrote, are left out.
 """
 
@@ -213,7 +213,12 @@ def main() -> None:
     chats = demo_text.chats(options.seed)
     ask = partial(answered, seed=options.seed, generate=generate, tokenizer=tokenizer)
     even = dict.fromkeys(TRAINING_SHARES, -(-options.held_out_rows // len(TRAINING_SHARES)))
-    held_out = prompts([chat for chat in chats if chat.held_out], even, options.seed)
+    known = {content for chat in chats if not chat.held_out for role, content in chat.messages if role == "user"}
+    held_out = [
+        row
+        for row in prompts([chat for chat in chats if chat.held_out], even, options.seed)
+        if not any(message["content"] in known for message in row["messages"])
+    ]
     evaluation = ask(held_out, 0.0, work=options.work / "heldout")
     evaluation = [row for row in evaluation if smallest_margin(row, model, tokenizer) > SMALLEST_MARGIN]
     write(options.out / "heldout.jsonl", evaluation, options.seed)
