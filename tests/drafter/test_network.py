@@ -7,7 +7,7 @@ import pytest
 import torch
 from drafter_cases import KINDS, make_batch, small_spec
 
-from paceline.drafter.layers import RMSNorm, rotary_table
+from paceline.drafter.layers import GatedMLP, RMSNorm, rotary_table, rotate
 from paceline.drafter.network import Drafter
 from paceline.errors import DrafterError
 
@@ -144,3 +144,21 @@ def test_misfits_are_refused():
         network.training_forward(torch.zeros(4, 32), [3], [1], [1], embeddings(1, spec))
     with pytest.raises(DrafterError, match="2 blocks for 1 anchors"):
         network.training_forward(torch.zeros(3, 32), [3], [1], [1], embeddings(2, spec))
+
+
+def test_gated_mlp_and_its_gradient():
+    mlp = GatedMLP(3, 5).double()
+    for parameter in mlp.parameters():
+        torch.nn.init.normal_(parameter, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    gate, up = x @ mlp.gate_proj.weight.T, x @ mlp.up_proj.weight.T
+    torch.testing.assert_close(mlp(x), (torch.nn.functional.silu(gate) * up) @ mlp.down_proj.weight.T)
+    assert torch.autograd.gradcheck(mlp, (x,))
+
+
+def test_rotation_and_its_gradient():
+    x = torch.randn(3, 4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    table = rotary_table(torch.arange(5, 8)[:, None], 6, 100.0, torch.float64)
+    pairs = torch.complex(x[..., :3], x[..., 3:]) * torch.complex(*table)
+    torch.testing.assert_close(rotate(x, table), torch.cat([pairs.real, pairs.imag], dim=-1))
+    assert torch.autograd.gradcheck(lambda y: rotate(y, table), (x,))

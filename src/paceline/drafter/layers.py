@@ -60,12 +60,15 @@ class _RMSNorm(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x, weight, scale = ctx.saved_tensors
         gradient = gradients[0].to(scale.dtype)
+        wide_weight = weight.to(scale.dtype)
         normal = x.to(scale.dtype) * scale
-        d_weight = (gradient * normal).flatten(0, -2).sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None
+        product = gradient * normal
+        d_weight = product.flatten(0, -2).sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None
         d_x = None
         if ctx.needs_input_grad[0]:
-            scaled = gradient * weight.to(scale.dtype)
-            mean = (scaled * normal).mean(-1, keepdim=True)
+            # Large buffers are reused: on a CPU, fresh memory costs more than the arithmetic.
+            mean = (product @ wide_weight).div_(x.shape[-1]).unsqueeze(-1)
+            scaled = torch.mul(gradient, wide_weight, out=product)
             d_x = scaled.sub_(normal.mul_(mean)).mul_(scale).to(x.dtype)
         return d_x, d_weight, None
 
@@ -97,11 +100,11 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
         gate, up = ctx.saved_tensors
-        sigmoid = torch.sigmoid(gate)
-        silu = gate * sigmoid
+        slope = torch.sigmoid(gate)
+        silu = gate * slope
         d_up = gradients[0] * silu
-        # silu' = sigmoid · (1 + gate · (1 - sigmoid)) = sigmoid + silu - silu · sigmoid
-        slope = sigmoid.add(silu).sub_(silu.mul_(sigmoid))
+        # silu' = sigmoid + silu · (1 - sigmoid)
+        slope.add_(silu.addcmul_(silu, slope, value=-1))
         return slope.mul_(up).mul_(gradients[0]), d_up
 
 
