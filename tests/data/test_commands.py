@@ -111,6 +111,29 @@ def test_regenerate_answers_with_the_target_in_process(
     assert "0 rows added, 2 were there" in capsys.readouterr().out
 
 
+def test_own_answers_are_told_from_others(
+    tmp_path: Path, demo_assets: Path, capsys: pytest.CaptureFixture[str], write_rows: Write
+) -> None:
+    own = demo_assets / "heldout.jsonl"
+    rows = [json.loads(line) for line in own.read_text(encoding="utf-8").splitlines()][:12]
+    for row in rows:
+        row["messages"] = [{**turn, "content": turn["content"][::-1]} for turn in row["messages"]]
+    shares: dict[str, dict[str, float]] = {}
+    for name, file in (("own", str(own)), ("other", write_rows(rows))):
+        settings = tmp_path / f"{name}.yaml"
+        settings.write_text(
+            f"run_dir: {tmp_path / name}\ntarget: {{path: {demo_assets / 'target'}, dtype: float32}}\n"
+            f"data: {{train: ['{file}']}}\n",
+            encoding="utf-8",
+        )
+        assert main(["prepare", str(settings), "--on-policy", "12", "--json"]) == 0
+        shares[name] = json.loads(capsys.readouterr().out)["on_policy"]
+    assert shares["own"]["greedy_share"] > 0.97 and "own greedy ones" in str(shares["own"]["sentence"])
+    assert shares["other"]["greedy_share"] < 0.6 and "written by someone else" in str(shares["other"]["sentence"])
+    assert shares["own"]["tau_ceiling"] > 2 * shares["other"]["tau_ceiling"]
+    assert shares["own"]["mean_nll"] < shares["other"]["mean_nll"]
+
+
 def test_regenerate_wants_one_way_to_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["regenerate", "p.jsonl", "--target", "t", "--out", str(tmp_path / "o.jsonl")]
     for more in ([], ["--local", "--endpoint", "http://localhost:1/v1"]):

@@ -7,6 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
+from paceline.data.on_policy import streaks_of
 from paceline.data.report import PrepareReport, Tally, anchor_coverage, length_histogram, length_percentiles
 
 
@@ -61,3 +62,22 @@ def test_tallies_add_in_order_and_survive_json() -> None:
 def test_reports_survive_json(tmp_path: object) -> None:
     report = PrepareReport("s", "f", 1, 1, 1, {}, {}, 5, 3, 2, 0, [[8, 1, 5]], {"50": 5}, {}, ["few"])
     assert PrepareReport.from_json(report.to_json()) == report
+
+
+def test_streaks_are_those_counted_one_by_one() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        mask = rng.random(20) < 0.8
+        labels = np.flatnonzero(mask[1:]) + 1
+        if not len(labels):
+            continue
+        chosen = rng.random(len(labels)) < 0.7
+        good = dict(zip(labels.tolist(), chosen.tolist(), strict=True))
+        wanted = []
+        for anchor in range(19):
+            if mask[anchor] and mask[anchor + 1]:
+                streak = 0
+                while streak < 4 and good.get(anchor + streak + 1, False):
+                    streak += 1
+                wanted.append(streak)
+        assert streaks_of(labels, chosen, mask, 5).tolist() == wanted

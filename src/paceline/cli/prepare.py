@@ -16,6 +16,7 @@ from paceline.config import Settings
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from paceline.data.on_policy import OnPolicyReport
     from paceline.data.report import AnchorCoverage, Count, PrepareReport
     from paceline.data.store import TokenStore
 
@@ -33,6 +34,8 @@ class Arguments:
     """Print this many samples, supervised tokens in colour."""
     json: bool = False
     """Print the report as JSON."""
+    on_policy: int = 0
+    """Score the answers of this many rows with the target: are they its own?"""
     replace: bool = False
     """Replace a store that was made from something else."""
 
@@ -50,10 +53,14 @@ def run(argv: Sequence[str]) -> int:
     settings = frame.read_settings(arguments.settings, overrides)
     report = prepare_run(settings, replace=arguments.replace)
     coverage = _coverage(report.store, settings)
+    scored = score_answers(report.store, settings, arguments.on_policy) if arguments.on_policy else None
     if arguments.json:
-        frame.write_json({**report.to_json(), "anchors": asdict(coverage)})
+        more = {"anchors": asdict(coverage), "on_policy": asdict(scored) if scored else None}
+        frame.write_json({**report.to_json(), **more})
     else:
         frame.stdout.print(render(report, coverage))
+        if scored:
+            frame.stdout.print(f"on policy: {scored.sentence} ({scored.mean_nll:.3f} nats a token)", markup=False)
     if arguments.show:
         _show(report.store, settings, arguments.show)
     return 0
@@ -99,6 +106,41 @@ def _coverage(store: str, settings: Settings) -> AnchorCoverage:
     drafter = settings.drafter
     eligible = open_store(store).eligible
     return anchor_coverage(eligible, num_anchors=drafter.num_anchors, block_size=drafter.block_size)
+
+
+def score_answers(store: str, settings: Settings, count: int) -> OnPolicyReport:
+    """Score the answers of `count` rows, spread over the store, with the target; see `paceline.data.on_policy`."""
+    import numpy as np
+    import torch
+    from rich.progress import track
+
+    from paceline.data.on_policy import on_policy
+    from paceline.data.store import open_store
+    from paceline.target.load import load_model, torch_dtype
+
+    opened = open_store(store)
+    target = settings.target
+    model, _, _ = load_model(
+        target.path,
+        dtype=torch_dtype(target.dtype),
+        device=settings.flow.target_devices[0],
+        trust_remote_code=target.trust_remote_code,
+        attention=target.attention,
+    )
+
+    @torch.no_grad()
+    def score(ids: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        tokens = torch.from_numpy(ids).to(model.device)
+        # The logits at position p choose the token at p + 1.
+        kept = torch.from_numpy(labels - 1).to(model.device)
+        logits = model(input_ids=tokens[None], use_cache=False, logits_to_keep=kept).logits[0].float()
+        wanted = tokens[kept + 1]
+        nll = torch.nn.functional.cross_entropy(logits, wanted, reduction="none")
+        return (logits.argmax(-1) == wanted).cpu().numpy(), nll.cpu().numpy()
+
+    rows = np.unique(np.linspace(0, len(opened) - 1, min(count, len(opened))).astype(np.int64)).tolist()
+    told = iter(track(rows, "scoring", console=frame.stderr, transient=True))
+    return on_policy(opened, rows, score, block_size=settings.drafter.block_size, progress=lambda _: next(told, None))
 
 
 def render(report: PrepareReport, coverage: AnchorCoverage | None = None) -> Text:
