@@ -170,7 +170,7 @@ def render_comparison(rows: Mapping[str, Sequence[Forecast]], times: Mapping[str
             f"{made.num_batches:,}",
             f"{made.num_windows:,}",
             f"{made.shapes:,}",
-            _percent(made.repairing),
+            Text(_percent(made.repairing), style="yellow" if made.repairing > 0.5 else ""),
             f"{1000 * times[name]:,.0f}",
         )
     calmest = min(made.step_deviation_tokens for group in rows.values() for made in group)
@@ -190,6 +190,19 @@ def render_comparison(rows: Mapping[str, Sequence[Forecast]], times: Mapping[str
         crowds,
         Text("\n– every batch mixes all lengths, so buckets say nothing", style="dim"),
         Text("meet again: share of the batch-mates that share a batch in the next epoch too", style="dim"),
+        Text(),
+        _recommended([made for group in rows.values() for made in group]),
+    )
+
+
+def _recommended(forecasts: Sequence[Forecast]) -> Text:
+    """Least padding among the plans that the trainer can use and that are composed anew; of equals, the calmest."""
+    usable = [made for made in forecasts if made.strategy != "packed" and made.repairing < 0.5] or list(forecasts)
+    best = min(usable, key=lambda made: (-round(made.efficiency, 3), made.step_deviation_tokens))
+    return Text.assemble(
+        "least padding with padded batches that are new every epoch: ",
+        (f"{best.strategy} × {best.schedule}", "bold green"),
+        f" ({best.efficiency:.1%} real, step σ {best.step_deviation_tokens:,.0f} tokens)",
     )
 
 

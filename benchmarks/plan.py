@@ -1,0 +1,313 @@
+"""Batch planning of 902,087 lengths: all strategies of paceline beside other planners, and 100 million lengths.
+
+Run: ``python benchmarks/plan.py`` (ours), ``--peers`` (also those of benchmarks/requirements-plan.txt that are
+installed; minutes), ``--huge`` (100 million lengths; needs 4 GiB).
+
+Every contender runs in a process of its own. Padded widths are
+multiples of 64; "over" is the share of batches beyond the token budget. Step σ is the standard deviation over optimizer
+steps of a loss that is linear in length (0.306 + 0.000442 · mean length of a batch): the length-driven noise. Times are
+CPU seconds of one core, the best of several runs for ours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import importlib.util
+import json
+import multiprocessing
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from paceline.config.plan import PlanConfig
+from paceline.plan.epoch import plan_epoch
+
+DATA = Path(__file__).parent / "data" / "lengths-902087.npz"
+BUDGET, MOST, MULTIPLE = 49_152, 64, 64
+SEXTILES = np.array([770, 1216, 1728, 2432, 3296, 8192])
+BASE, SLOPE = 0.306, 0.000442
+
+Batches = tuple[np.ndarray, np.ndarray]
+"""Rows one batch after another, and the offsets of the batches, in training order."""
+
+
+def ours(strategy: str, lengths: np.ndarray, epoch: int, schedule: str = "stratified", replicas: int = 1) -> Batches:
+    """One epoch of paceline in training order; edges: the sextiles, for everything that speaks of buckets."""
+    settings = PlanConfig(strategy=strategy, schedule=schedule, edges=SEXTILES.tolist())
+    plan = plan_epoch(lengths, None, settings, num_anchors=512, block_size=16, seed=0, epoch=epoch, replicas=replicas)
+    sizes = plan.counts
+    offsets = np.concatenate([[0], np.cumsum(sizes)])
+    starts = plan.composition.offsets[plan.sequence].astype(np.int64)
+    places = np.repeat(starts - offsets[:-1], sizes) + np.arange(offsets[-1])
+    return plan.composition.order[places], offsets
+
+
+def listed(batches: Any) -> Batches:
+    """The same from lists of rows."""
+    parts = [np.asarray(batch, np.int64) for batch in batches]
+    return np.concatenate(parts), np.concatenate([[0], np.cumsum([len(part) for part in parts])])
+
+
+def transformers_grouped(lengths: np.ndarray, epoch: int) -> Batches:
+    """Fixed batch size: the largest that never exceeds the budget."""
+    import torch
+    from transformers.trainer_pt_utils import LengthGroupedSampler
+
+    size = BUDGET // (-(-int(lengths.max()) // MULTIPLE) * MULTIPLE)
+    sampler = LengthGroupedSampler(size, lengths=lengths.tolist(), generator=torch.Generator().manual_seed(epoch))
+    order = np.fromiter(sampler, np.int64, len(lengths))
+    return order, np.append(np.arange(0, len(order), size), len(order))
+
+
+def speculators_multipack(lengths: np.ndarray, epoch: int) -> Batches:
+    """Bins of real tokens. Only the sampler's file is loaded: the package's own imports want an inference server's."""
+    module = _loaded("speculators", "train/distributed_batch_sampler.py")
+    sampler = module.MultipackDistributedBatchSamplerV2(BUDGET, lengths, 1, 0, seed=0)
+    sampler.set_epoch(epoch)
+    return listed(sampler)
+
+
+def _loaded(package: str, file: str) -> Any:
+    """A module of an installed package, without the package's ``__init__``."""
+    found = importlib.util.find_spec(package)
+    if found is None or not found.submodule_search_locations:
+        raise ModuleNotFoundError(f"No module named {package!r}")
+    spec = importlib.util.spec_from_file_location(f"{package}_file", Path(found.submodule_search_locations[0]) / file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def axolotl_multipack(lengths: np.ndarray, epoch: int) -> Batches:
+    """Bins of real tokens, over a random order as its trainer gives it."""
+    from axolotl.utils.samplers.multipack import MultipackBatchSampler
+
+    order = np.random.default_rng(epoch).permutation(len(lengths))
+    sampler = MultipackBatchSampler(
+        order.tolist(), batch_size=1, batch_max_len=BUDGET, lengths=lengths, bin_size=MOST, drop_last=False,
+        num_count_samples=1, num_processes=1,
+    )  # fmt: skip
+    return listed(row for batch in sampler.generate_batches() for row in batch)
+
+
+def speechbrain_dynamic(lengths: np.ndarray, epoch: int) -> Batches:
+    """Buckets of its own choosing."""
+    from speechbrain.dataio.sampler import DynamicBatchSampler
+
+    sampler = DynamicBatchSampler(
+        list(range(len(lengths))), max_batch_length=BUDGET, num_buckets=60, max_batch_ex=MOST, shuffle=True,
+        lengths_list=lengths.tolist(), epoch=epoch,
+    )  # fmt: skip
+    return listed(sampler)
+
+
+def lhotse_buckets(lengths: np.ndarray, epoch: int) -> Batches:
+    """Thirty buckets, padded duration as the budget; one token is one second."""
+    from lhotse import CutSet, MonoCut, SupervisionSegment
+    from lhotse.dataset import DynamicBucketingSampler
+
+    def cuts():
+        for row, length in enumerate(np.random.default_rng(epoch).permutation(len(lengths)).tolist()):
+            tokens = float(lengths[length])
+            segment = SupervisionSegment(str(row), str(row), 0.0, tokens)
+            yield MonoCut(str(length), 0.0, tokens, 0, supervisions=[segment])
+
+    sampler = DynamicBucketingSampler(
+        CutSet(cuts()), max_duration=BUDGET, max_cuts=MOST, num_buckets=30, shuffle=True, seed=epoch, drop_last=False,
+        world_size=1, rank=0,
+    )  # fmt: skip
+    return listed([int(cut.id) for cut in batch] for batch in sampler)
+
+
+PEERS: dict[str, tuple[Callable[[np.ndarray, int], Batches], str, bool]] = {
+    "lhotse": (lhotse_buckets, "lhotse", False),
+    "transformers, length-grouped": (transformers_grouped, "transformers", False),
+    "speechbrain, dynamic": (speechbrain_dynamic, "speechbrain", False),
+    "speculators, multipack": (speculators_multipack, "speculators", True),
+    "axolotl, multipack": (axolotl_multipack, "axolotl", True),
+}
+
+
+def score(lengths: np.ndarray, first: Batches, second: Batches, packed: bool) -> dict[str, float]:
+    """Padding and what training sees of it."""
+    rows, offsets = first
+    held = lengths[rows].astype(np.int64)
+    sizes = np.diff(offsets)
+    real = np.add.reduceat(held, offsets[:-1])
+    widest = np.maximum.reduceat(held, offsets[:-1])
+    padded = np.full(len(sizes), BUDGET) if packed else sizes * (-(-widest // MULTIPLE) * MULTIPLE)
+    over = (real if packed else padded) > BUDGET
+    loss = BASE + SLOPE * real / sizes
+    bucket = np.searchsorted(SEXTILES, widest)
+    windows = bucket[: len(bucket) // 4 * 4].reshape(-1, 4)
+    crowded = np.array([(windows == number).sum(axis=1) >= 3 for number in range(6)]).any(axis=0)
+    return {
+        "samples": len(np.unique(rows)),
+        "efficiency": real.sum() / padded.sum(),
+        "batches": len(sizes),
+        "over": over.mean(),
+        "crowded": crowded.mean(),
+        "crowded_last": crowded[-len(crowded) // 10 :].mean(),
+        "sigma_4": _window_std(loss, 4),
+        "sigma_12": _window_std(loss, 12),
+        "repaired": _repaired(first, second, len(lengths)),
+    }
+
+
+def _window_std(values: np.ndarray, size: int) -> float:
+    return float(values[: len(values) // size * size].reshape(-1, size).mean(axis=1).std())
+
+
+def _repaired(first: Batches, second: Batches, count: int) -> float:
+    batch_of = np.full(count, -1, np.int64)
+    batch_of[second[0]] = np.repeat(np.arange(len(second[1]) - 1), np.diff(second[1]))
+    sizes = np.diff(first[1])
+    owner = np.repeat(np.arange(len(sizes)), sizes)
+    _, together = np.unique(owner * len(second[1]) + batch_of[first[0]], return_counts=True)
+    return float((together * (together - 1)).sum() / (sizes * (sizes - 1)).sum())
+
+
+def _peak_mib() -> float | None:
+    """Most resident memory since the last call of `_forget_peak`, in MiB; None where /proc does not say."""
+    status = Path("/proc/self/status")
+    if not status.exists():
+        return None
+    line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
+    return int(line.split()[1]) / 1024
+
+
+def _forget_peak() -> None:
+    refs = Path("/proc/self/clear_refs")
+    if refs.exists():
+        refs.write_text("5")
+
+
+def _measured(name: str, packed: bool, peer: bool, repeats: int, pipe: Any) -> None:
+    """In a process of its own: time, memory and score of one contender, sent through the pipe."""
+    lengths = np.load(DATA)["lengths"]
+    plan = PEERS[name][0] if peer else lambda lengths, epoch: ours(name, lengths, epoch)
+
+    def timed(epoch: int) -> float:
+        settings = None if peer else PlanConfig(strategy=name, edges=SEXTILES.tolist())
+        started = time.process_time()
+        if settings is None:
+            plan(lengths, epoch)
+        else:
+            plan_epoch(lengths, None, settings, num_anchors=512, block_size=16, seed=0, epoch=epoch)
+        return time.process_time() - started
+
+    try:
+        plan(lengths[:2000], 0)  # imports
+        _forget_peak()
+        before = _peak_mib()
+        seconds = timed(0)
+        peak = _peak_mib()
+        if not peer:
+            seconds = min(timed(epoch) for epoch in range(repeats))
+        found = score(lengths, plan(lengths, 0), plan(lengths, 1), packed)
+        found["seconds"] = seconds
+        found["mib"] = float("nan") if before is None or peak is None else peak - before
+        if not peer:
+            wide = ours(name, lengths, 0, replicas=3)
+            found["sigma_12"] = score(lengths, wide, wide, packed)["sigma_12"]
+        pipe.send(found)
+    except Exception as fault:  # noqa: BLE001 - a peer that fails is a row of the table
+        pipe.send(f"{type(fault).__name__}: {fault}")
+
+
+def _apart(name: str, packed: bool, peer: bool, repeats: int, limit_s: float) -> dict[str, float] | str:
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe(duplex=False)
+    worker = context.Process(target=_measured, args=(name, packed, peer, repeats, there))
+    worker.start()
+    there.close()
+    try:
+        found = here.recv() if here.poll(limit_s) else f"not done in {limit_s:.0f} s"
+    except EOFError:
+        found = "died"
+    worker.terminate()
+    worker.join()
+    return found
+
+
+def _row(name: str, found: dict[str, float] | str) -> str:
+    if isinstance(found, str):
+        return f"| {name} | {found} |" + " |" * 8
+    return (
+        f"| {name} | {found['efficiency']:.2%} | {found['batches']:,} | {found['over']:.1%} | {found['seconds']:.3f} | "
+        f"{found['mib']:.0f} | {100 * found['crowded']:.1f} / {100 * found['crowded_last']:.1f} | "
+        f"{found['sigma_4']:.3f} | {found['sigma_12']:.3f} | {found['repaired']:.2%} |"
+    )
+
+
+HEAD = (
+    "| planner | efficiency | micro-batches | over | CPU s | peak MiB | ≥ 3 of 4 of one bucket, epoch / last tenth, % "
+    "| σ of 4 | σ of 12 | re-paired |\n" + "|---" * 10 + "|"
+)
+
+
+def huge(count: int) -> dict[str, float]:
+    """Time and peak memory of one plan of ``count`` lengths, the workload repeated; without the lengths themselves."""
+    workload = np.load(DATA)["lengths"]
+    lengths = np.resize(workload, count)
+    _forget_peak()
+    before = _peak_mib() or float("nan")
+    started, cpu = time.perf_counter(), time.process_time()
+    plan = plan_epoch(lengths, None, PlanConfig(), num_anchors=512, block_size=16, seed=0, epoch=0)
+    return {
+        "lengths": count,
+        "batches": plan.num_batches,
+        "wall_s": time.perf_counter() - started,
+        "cpu_s": time.process_time() - cpu,
+        "peak_mib": (_peak_mib() or float("nan")) - before,
+    }
+
+
+def main() -> None:
+    """Print the table, and JSON where asked."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--peers", action="store_true", help="also the installed peers")
+    parser.add_argument("--huge", action="store_true", help="only 100 million lengths")
+    parser.add_argument("--repeats", type=int, default=15, help="runs of ours; the best counts")
+    parser.add_argument("--limit", type=float, default=900.0, help="seconds for one contender")
+    parser.add_argument("--only", nargs="*", help="contenders")
+    parser.add_argument("--json", type=Path, help="also write the results here")
+    arguments = parser.parse_args()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if arguments.huge:
+        print(json.dumps(huge(100_000_000), indent=2))
+        return
+    contenders = {
+        name: (name == "packed", False)
+        for name in ("grid", "packed", "sorted", "windowed", "jittered", "bucketed", "mixed", "shuffled")
+    }
+    if arguments.peers:
+        contenders |= {name: (packed, True) for name, (_, _, packed) in PEERS.items()}
+    print(HEAD)
+    results = {}
+    for name, (packed, peer) in contenders.items():
+        if arguments.only and name not in arguments.only:
+            continue
+        shown = name if not peer else f"{name} {_version(PEERS[name][1])}"
+        results[shown] = _apart(name, packed, peer, arguments.repeats, arguments.limit)
+        print(_row(shown, results[shown]), flush=True)
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(results, indent=2))
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "(not installed)"
+
+
+if __name__ == "__main__":
+    main()
