@@ -6,8 +6,8 @@
 Prompts come from `demo_text.py`: training prompts from the documents that the target was trained on, evaluation
 prompts from the held-out ones, so the two files share no document; a question that both happen to ask is left out
 of the evaluation. Answers are the target's own: greedy for evaluation and for most of the training rows, sampled for
-the rest. Evaluation rows also hold the text's own answers as `reference`. Rows with an answer cut by the limit, and rows whose text does not give back the tokens that the
-target wrote, are left out.
+the rest. Evaluation rows also hold the text's own answers as `reference`. Rows with an answer cut by the
+limit, and rows whose text does not give back the tokens that the target wrote, are left out.
 """
 
 from __future__ import annotations

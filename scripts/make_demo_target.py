@@ -253,8 +253,8 @@ def command(options: argparse.Namespace) -> str:
     return shlex.join(["python", "scripts/make_demo_target.py", "--out", "FOLDER", *start, *flags])
 
 
-def main() -> None:
-    """Command line: build text, tokenizer and model, train, measure, save."""
+def parsed() -> argparse.Namespace:
+    """The command line's options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
     parser.add_argument("--start", type=Path, help="folder of an earlier run to go on from (its tokenizer is kept)")
@@ -265,7 +265,12 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--measured-per-tag", type=int, default=60, help="held-out chats measured of each tag")
-    options = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Command line: build text, tokenizer and model, train, measure, save."""
+    options = parsed()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     torch.set_num_threads(options.threads)
     torch.manual_seed(options.seed)
