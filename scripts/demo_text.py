@@ -4,7 +4,7 @@ Two sources, both free to use and named in `src/paceline/assets/demo/PROVENANCE.
 
 - the running interpreter's standard library (PSF-2.0): names, parameters, default values and first docstring
   sentences of public functions and methods, put into question and answer forms;
-- the PyPI package `chatterbot-corpus` (BSD-3-Clause): English question and answer pairs.
+- the PyPI package `chatterbot-corpus` (BSD): English question and answer pairs.
 
 A *document* is one top-level module of the library or one dialog file. A document is held out whole or not at all, so
 nothing a held-out chat is about was ever trained on. Everything here is a pure function of those two sources.
