@@ -234,6 +234,13 @@ STRIPPING = Family(
     stripping=("<|system|>", "<|user|>", "<|assistant|>", "<|end|>"),
 )
 
+DATED = Family(
+    "today's date in the prompt",
+    "{{ '<|im_start|>system\\n' + strftime_now('%Y-%m-%d') + '<|im_end|>\\n' }}" + CHATML.template,
+    CHATML.specials,
+    CHATML.eos,
+)
+
 STRIPPING_BEFORE = Family(
     "an end token that takes the white space before it",
     CHATML.template,

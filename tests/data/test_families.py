@@ -19,7 +19,7 @@ from paceline.errors import DataError
 U, A, S, T = "user", "assistant", "system", "tool"
 
 
-def turn(role: str, content: str, **more: Any) -> dict[str, Any]:
+def turn(role: str, content: Any, **more: Any) -> dict[str, Any]:
     return {"role": role, "content": content, **more}
 
 
@@ -140,6 +140,16 @@ CASES = {
         families.TOOLS,
         chat(turn(U, "Hi"), {"role": A, "content": None, "tool_calls": CALL}, turn(T, "2"), turn(A, "2."), tools=[ADD]),
         [['<call>{"name": "add", "arguments": {"a": 1}}</call><|im_end|>', "2.<|im_end|>"]],
+    ),
+    "tools, arguments as text": Case(
+        families.TOOLS,
+        chat(
+            turn(U, "Hi"),
+            turn(A, "", tool_calls=[{"function": {"name": "add", "arguments": '{"a": 1}'}}]),
+            turn(T, [{"type": "text", "text": "2"}]),
+            turn(A, [{"type": "text", "text": "It is"}, {"type": "text", "text": "2."}]),
+        ),
+        [['<call>{"name": "add", "arguments": {"a": 1}}</call><|im_end|>', "It is\n2.<|im_end|>"]],
     ),
     "tools that move": Case(
         families.TOOLS_MOVE, chat(*TWO, tools=[ADD]), [["Hello.</s>"], ["4</s>"]], {"history_rewritten"}

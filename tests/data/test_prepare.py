@@ -77,6 +77,7 @@ BAD = {
     "no_messages": {"question": "a", "note": 1},
     "wrong_roles": {"messages": [{"role": "wizard", "content": "a"}]},
     "no_assistant": {"messages": [{"role": "user", "content": "a"}]},
+    "not_text": {"messages": [{"role": "user", "content": [{"type": "image"}]}, {"role": "assistant", "content": "a"}]},
     "empty_text": {"text": " "},
     "bad_tokens": {"input_ids": [1, 2, 3], "loss_mask": [0, 1]},
     "end_token_inside": chat("a", "b<|im_end|>c"),
@@ -96,7 +97,7 @@ def test_each_unusable_row_is_counted_with_its_place(tmp_path: Path, chatml: str
     for place, reason in enumerate(BAD):
         assert report.set_aside[reason].example.endswith(f"rows.jsonl:{21 + place}"), reason
     assert set(report.set_aside) <= set(REASONS) and set(report.notes) <= set(NOTES)
-    assert any("rows (39%) are not used" in warning for warning in report.warnings)
+    assert any("rows (41%) are not used" in warning for warning in report.warnings)
 
 
 @pytest.mark.parametrize("reason", BAD)
@@ -159,6 +160,7 @@ def test_chats_need_a_chat_template_and_text_does_not(
     with pytest.raises(DataError, match="the tokenizer has no chat template"):
         run(write_rows(CHATS), tmp_path / "s", str(bare))
     report = run(write_rows([{"text": "Hello there, how are you?"}]), tmp_path / "s", str(bare))
+    assert report.notes["plain_text"].count == 1
     assert report.samples == 1 and report.supervised_tokens == report.tokens
 
 
@@ -405,3 +407,21 @@ def test_data_sets_are_loaded_as_datasets_loads_them(
     assert (report.samples, test.samples) == (15, 5)
     with pytest.raises(DataError, match="nowhere: cannot be loaded"):
         run([f"hub:{tmp_path / 'nowhere'}"], tmp_path / "other", chatml)
+
+
+def test_a_template_that_writes_the_date_is_told(
+    tmp_path: Path, family_folder: Callable[[families.Family], str], write_rows: Write
+) -> None:
+    report = run(write_rows(CHATS), tmp_path / "store", family_folder(families.DATED))
+    assert report.notes["dated"].count == 20
+    assert any("date" in warning for warning in report.warnings)
+
+
+def test_modes_that_are_rare_are_told(
+    tmp_path: Path, family_folder: Callable[[families.Family], str], write_rows: Write
+) -> None:
+    thinks = {"role": "assistant", "content": "4", "reasoning_content": "add"}
+    rows = [chat(f"question {n}", "word " * 50 + str(n)) for n in range(20)]
+    rows.append({"messages": [{"role": "user", "content": "2 + 2?"}, thinks]})
+    report = run(write_rows(rows), tmp_path / "store", family_folder(families.THINKING))
+    assert any(warning.startswith("only ") and "thinking" in warning for warning in report.warnings)

@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from paceline.contracts import JsonDict
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -88,8 +90,9 @@ def read_row(row: Any, *, answered: bool = True) -> Row:
         answered: whether a conversation must have an assistant turn after a user turn.
 
     Raises:
-        SetAside: no known form (`no_messages`), wrong types or roles (`wrong_roles`), no assistant turn after a
-            prompt (`no_assistant`), ids and mask that do not fit (`bad_tokens`), nothing written (`empty_text`).
+        SetAside: no known form (`no_messages`), images and the like (`not_text`), wrong types or roles
+            (`wrong_roles`), no assistant turn after a prompt (`no_assistant`), ids and mask that do not fit
+            (`bad_tokens`), nothing written (`empty_text`).
     """
     if not isinstance(row, Mapping):
         raise SetAside("no_messages", f"a row is an object, this is a {type(row).__name__}")
@@ -138,11 +141,40 @@ def _turns(messages: Any) -> list[JsonDict]:
             raise SetAside("wrong_roles", f"turn {place} has no role")
         # A key that is null is a key that is not there: templates would write the word None.
         turn = {str(key): value for key, value in message.items() if value is not None}
+        if isinstance(turn.get("content"), list):
+            turn["content"] = _joined(turn["content"], place)
+        if turn.get("tool_calls"):
+            turn["tool_calls"] = _with_objects(turn["tool_calls"], place)
         thought = next((turn[key] for key in _REASONING_KEYS if isinstance(turn.get(key), str)), None)
         if thought is not None:
             turn["reasoning_content"] = thought
         turns.append(turn)
     return turns
+
+
+def _joined(parts: list[Any], place: int) -> str:
+    """Text parts as one text, as servers hand them to templates; parts of another kind cannot be drafted from text."""
+    texts = [part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None for part in parts]
+    if not all(isinstance(text, str) for text in texts):
+        raise SetAside("not_text", f"turn {place} has parts of another type than text")
+    return "\n".join(map(str, texts))
+
+
+def _with_objects(calls: Any, place: int) -> list[JsonDict]:
+    """Tool calls with arguments as objects: the protocol writes JSON text, which servers read before they render."""
+    if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
+        raise SetAside("wrong_roles", f"turn {place}: tool_calls is no list of objects")
+    found: list[JsonDict] = []
+    for call in calls:
+        function = call.get("function")
+        if isinstance(function, Mapping) and isinstance(function.get("arguments"), str):
+            try:
+                arguments = msgspec.json.decode(function["arguments"] or "{}")
+            except msgspec.DecodeError as fault:
+                raise SetAside("wrong_roles", f"turn {place}: arguments of a tool call are no JSON") from fault
+            call = {**call, "function": {**function, "arguments": arguments}}
+        found.append(dict(call))
+    return found
 
 
 def _sharegpt(turns: Any) -> list[JsonDict]:
@@ -178,7 +210,7 @@ def _check_turns(messages: list[JsonDict], must_answer: bool) -> None:
         content = turn.get("content")
         if content is None and role == "assistant" and turn.get("tool_calls"):
             turn["content"] = content = ""
-        if not isinstance(content, (str, list)):
+        if not isinstance(content, str):
             raise SetAside("wrong_roles", f"turn {place} ({role}) has no content")
         asked = asked or role == "user"
         answered = answered or (role == "assistant" and asked)

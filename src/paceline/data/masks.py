@@ -36,14 +36,12 @@ class Sample:
         spans: supervised token ranges, int32 [2 · spans]: start and end (exclusive), ascending, apart.
         notes: what should be said about it, keys of `report.NOTES`.
         tags: words by which reports are split.
-        prompt_text: what stands before the first answer, rendered; for finding overlaps.
     """
 
     ids: np.ndarray
     spans: np.ndarray
     notes: tuple[str, ...] = ()
     tags: tuple[str, ...] = ()
-    prompt_text: str = ""
 
     def mask(self) -> np.ndarray:
         """Loss mask, bool [length]."""
@@ -124,7 +122,7 @@ def plain_sample(row: PlainText, encoder: Encoder) -> Sample:
     while first < len(ids) and ids[first] in encoder.special_ids:
         first += 1
     spans = [first, len(ids)] if first < len(ids) else []
-    return Sample(np.asarray(ids, dtype=np.int32), np.asarray(spans, dtype=np.int32), tags=row.tags)
+    return Sample(np.asarray(ids, dtype=np.int32), np.asarray(spans, dtype=np.int32), ("plain_text",), row.tags)
 
 
 def ready_sample(row: ReadyTokens, vocabulary: int) -> Sample:
@@ -292,9 +290,8 @@ def _sample(last: _Turn, inside: Sequence[_Turn], conversation: Conversation) ->
         np.asarray(spans, dtype=np.int32),
         notes,
         conversation.tags,
-        inside[0].prompt,
     )
 
 
 def _noted(sample: Sample, note: str) -> Sample:
-    return Sample(sample.ids, sample.spans, (*sample.notes, note), sample.tags, sample.prompt_text)
+    return Sample(sample.ids, sample.spans, (*sample.notes, note), sample.tags)

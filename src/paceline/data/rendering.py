@@ -97,7 +97,7 @@ class Renderer:
                 return_assistant_tokens_mask=spans,
                 **{**self._special, **variables},
             )
-        except (TemplateError, TypeError, ValueError, KeyError) as fault:
+        except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as fault:
             lines = str(fault).splitlines()
             raise SetAside("template_refuses", lines[0] if lines else type(fault).__name__) from fault
         return texts, indices

@@ -14,6 +14,7 @@ REASONS = {
     "no_messages": "no chat, text or tokens in a known form",
     "wrong_roles": "turns with unknown roles, or without content",
     "no_assistant": "no assistant turn after a question",
+    "not_text": "a turn holds something other than text",
     "empty_text": "text is empty",
     "bad_tokens": "ready tokens that do not fit",
     "template_refuses": "the chat template refuses the conversation",
@@ -45,6 +46,7 @@ NOTES = {
     "near_duplicate": "nearly the same tokens came earlier (kept)",
     "heldout_near": "the prompt is nearly one of the held-out data (kept)",
     "cut_answer": "the answer was cut by a token limit when it was generated (kept without its end)",
+    "dated": "the template writes today's date, which will be another when the target serves",
     "plain_text": "plain text: every token is supervised",
 }
 """What is said about samples that are kept."""

@@ -101,7 +101,7 @@ def _without_end(sample: Sample, encoder: Encoder) -> Sample:
     ids, spans = sample.ids, sample.spans.copy()
     if len(ids) and int(ids[-1]) in encoder.end_ids | encoder.special_ids and len(spans) and spans[-1] == len(ids):
         ids, spans[-1] = ids[:-1], spans[-1] - 1
-    return Sample(ids, spans, (*sample.notes, "cut_answer"), sample.tags, sample.prompt_text)
+    return Sample(ids, spans, (*sample.notes, "cut_answer"), sample.tags)
 
 
 _state: dict[str, Any] = {}
@@ -177,11 +177,13 @@ def usable(
             continue
         for note in kept.notes:
             tally.note(note, where)
+        if isinstance(row, Conversation) and tokeniser.renderer.writes_the_date:
+            tally.note("dated", where)
         if asked and worker.heldout.nearly_holds(asked):
             tally.note("heldout_near", where)
         spans = kept.spans
         all_tags = tuple(dict.fromkeys((*tags, *kept.tags, *seen)))
-        tagged = Sample(kept.ids, spans, kept.notes, all_tags, kept.prompt_text)
+        tagged = Sample(kept.ids, spans, kept.notes, all_tags)
         yield tagged, eligible, int((spans[1::2] - spans[::2]).sum())
 
 
@@ -197,7 +199,7 @@ def _fit(sample: Sample, worker: PieceWorker, tally: Tally, where: str) -> tuple
             raise SetAside("too_long_after_cut", f"the first {limit} of {len(sample.ids)} tokens hold no answer")
         tally.lost_supervised_tokens += lost
         notes = (*sample.notes, "cut")
-        sample = Sample(sample.ids[:limit], spans_of(mask), notes, sample.tags, sample.prompt_text)
+        sample = Sample(sample.ids[:limit], spans_of(mask), notes, sample.tags)
     if not mask.any():
         raise SetAside("nothing_supervised", f"{len(mask)} tokens")
     eligible = worker.count_eligible(mask)
