@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -56,7 +56,7 @@ def loss_jitter(run: History) -> list[Finding]:
     found = explain_jitter(run)
     if found is None or not found.notable:
         return []
-    schedule = (run.settings.get("plan") or {}).get("schedule")
+    schedule = _setting(run, "plan", "schedule")
     advice = (
         "raise plan.accumulate, so that a window spans more lengths"
         if schedule == "stratified"
@@ -108,7 +108,7 @@ def bottleneck(run: History) -> list[Finding]:
         return []
     slowest = max(busy, key=lambda name: busy[name])
     shares = ", ".join(f"{name} {percent(share)}" for name, share in busy.items())
-    if (run.settings.get("flow") or {}).get("mode") == "inline" or sum(busy.values()) <= 1.02:
+    if _setting(run, "flow", "mode") == "inline" or sum(busy.values()) <= 1.02:
         gain = sum(busy.values()) / busy[slowest]
         return [
             Finding(
@@ -128,13 +128,17 @@ def bottleneck(run: History) -> list[Finding]:
             )
         ]
     idle = ", ".join(f"the {name} waits {percent(1 - share)}" for name, share in busy.items() if name != slowest)
-    setting = {"target": "flow.target_devices", "drafter": "flow.drafter_devices"}.get(slowest, "its devices")
+    others = [name for name in busy if name != slowest and _device_count(run, name) > 1]
+    if others and busy[others[0]] < 0.8:
+        advice = f"move a device from flow.{others[0]}_devices to flow.{slowest}_devices"
+    else:
+        advice = f"add a device to flow.{slowest}_devices" + (", or lower drafter.num_anchors" * (slowest == "drafter"))
     return [
         Finding(
             "bottleneck",
             "info",
             f"The {slowest} is the bottleneck: busy {percent(busy[slowest])} of its time, while {idle}.",
-            f"move a device to {setting}" if idle else "",
+            advice,
         )
     ]
 
@@ -149,8 +153,8 @@ def gradient_spikes(run: History) -> list[Finding]:
     spread = float(np.median(np.abs(good - middle))) * 1.4826  # the deviation of a normal distribution
     # Eight deviations: not one in 10^15 draws of a normal distribution, so heavy tails alone do not fill the list.
     spikes = np.flatnonzero(np.isfinite(norm) & (norm > middle + 8 * spread) & (norm > 3 * middle))
-    # The first twentieth of a run has its own, large gradients.
-    spikes = spikes[spikes >= run.steps.size // 20]
+    # The first steps have large gradients of their own.
+    spikes = spikes[run.steps[spikes] > max(20, run.total_steps // 20)]
     if not spikes.size:
         return []
     worst = spikes[np.argsort(norm[spikes])[::-1][:5]]
@@ -194,7 +198,11 @@ def padding(run: History) -> list[Finding]:
     if not share < 0.8:
         return []
     text = f"Only {percent(share)} of the target's tokens are real, the rest is padding."
-    return [Finding("padding", "warning", text, "use plan.strategy: grid, or lower plan.width_multiple")]
+    if _setting(run, "plan", "strategy") == "grid":
+        advice = "lower plan.width_multiple; small data or a small plan.token_budget leave the grid little choice"
+    else:
+        advice = "plan.strategy: grid wastes least"
+    return [Finding("padding", "warning", text, advice)]
 
 
 def leak(run: History) -> list[Finding]:
@@ -307,6 +315,17 @@ CHECKS: tuple[Callable[[History], list[Finding]], ...] = (
     bottleneck,
     trends,
 )
+
+
+def _setting(run: History, section: str, name: str) -> Any:
+    """A resolved setting of the run; None where the settings are not there."""
+    values = run.settings.get(section)
+    return values.get(name) if isinstance(values, dict) else None
+
+
+def _device_count(run: History, stage: str) -> int:
+    devices = _setting(run, "flow", f"{stage}_devices")
+    return len(devices) if isinstance(devices, list) else 1
 
 
 def _ranges(numbers: list[int]) -> str:

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
     from paceline.observe.history import History
 
+MIN_CROPPED = 30
+"""Fewer values than this are shown whole."""
+
 Ends = list[tuple[float, float, str, str]]
 
 
@@ -41,6 +44,7 @@ def loss(run: History) -> str | None:
         axes.plot(x, raw, color=MUTED, linewidth=0.6, alpha=0.6)
         ends: Ends = []
         _line(axes, run, "loss", "smoothed", 0, series_colour(0), ends)
+        _crop(axes, values)
         _finish(axes, run, "loss, nat", ends)
         return to_svg(figure, "loss")
 
@@ -273,6 +277,7 @@ def _buckets(run: History, family: str, title: str, key: str) -> str | None:
         ends: Ends = []
         for position, bucket in enumerate(buckets):
             _line(axes, run, family.format(bucket), f"bucket {bucket}", position, bucket_colour(bucket), ends)
+        _crop(axes, np.concatenate([run.series(family.format(bucket)) for bucket in buckets]))
         _finish(axes, run, title, _thinned(ends))
         return to_svg(figure, key)
 
@@ -281,11 +286,17 @@ def _line(axes: Axes, run: History, name: str, label: str, position: int, colour
     """One smoothed metric over the steps; its end is noted for the label."""
     if name not in run.values:
         return
-    y = smoothed(run.series(name), run.weights.get(name))
-    if not np.isfinite(y).any():
+    raw = run.series(name)
+    seen = np.isfinite(raw)
+    if not seen.any():
         return
-    x, y = condensed(run.steps, y)
-    axes.plot(x, y, color=colour, linestyle=DASHES[position % len(DASHES)])
+    dash = DASHES[position % len(DASHES)]
+    if seen.mean() < 0.5 and "bucket" not in name:  # measured now and then: join what was measured
+        x, y = condensed(run.steps[seen], raw[seen])
+        axes.plot(x, y, color=colour, linestyle=dash, marker=".", markersize=4)
+    else:
+        x, y = condensed(run.steps, smoothed(raw, run.weights.get(name)))
+        axes.plot(x, y, color=colour, linestyle=dash)
     last = y[np.isfinite(y)][-1]
     ends.append((float(x[-1]), float(last), label, colour))
 
@@ -298,6 +309,16 @@ def _finish(axes: Axes, run: History, title: str, ends: Ends) -> None:
     for start in run.starts[1:]:
         axes.axvline(start + 0.5, color=MUTED, linewidth=0.8, linestyle=(0, (2, 3)))
     label_ends(axes, ends)
+
+
+def _crop(axes: Axes, values: np.ndarray) -> None:
+    """Let the first few, huge losses run out of the top where they would flatten all others."""
+    good = values[np.isfinite(values)]
+    if good.size < MIN_CROPPED:
+        return
+    low, high = np.quantile(good, [0.0, 0.95])
+    if good.max() - low > 1.6 * (high - low):
+        axes.set_ylim(low - 0.1 * (high - low), high + 0.3 * (high - low))
 
 
 def _thinned(ends: Ends) -> Ends:

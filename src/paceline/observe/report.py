@@ -125,7 +125,7 @@ def _loss(run: History) -> Html:
         (
             plots.loss(run),
             "Loss",
-            "Grey: every step. Line: smoothed over 4 % of the run. Dotted uprights: resumed here.",
+            "Grey: every step; first ones may lie above. Line: smoothed over 4 % of the run. Dotted uprights: resumed.",
         ),
         (
             plots.loss_by_bucket(run),
