@@ -49,6 +49,6 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	$(PIP) -e '.[dev]'
 	touch $@
 
-$(VENV)/.oracles: $(VENV)/.installed-dev scripts/oracle_env.py
-	PYTHON=$(BIN)/python bash scripts/oracle_env.py
+$(VENV)/.oracles: $(VENV)/.installed-dev scripts/oracle_env.py tests/oracles/requirements.txt tests/oracles/requirements-bare.txt
+	$(BIN)/python scripts/oracle_env.py > /dev/null
 	touch $@
