@@ -150,7 +150,7 @@ def _raw_config(folder: Path) -> dict[str, Any]:
 def _first(config: Any, names: tuple[str, ...]) -> Any:
     """The first whole number among attributes; lists (one entry a layer) give their largest."""
     for name in names:
-        value = getattr(config, name, None)
+        value = _attribute(config, name)
         if isinstance(value, (list, tuple)) and value and all(isinstance(entry, int) for entry in value):
             value = max(value)
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:
@@ -158,9 +158,17 @@ def _first(config: Any, names: tuple[str, ...]) -> Any:
     return None
 
 
+def _attribute(config: Any, name: str) -> Any:
+    """An attribute of a configuration; None where it is missing or differs from layer to layer."""
+    try:
+        return getattr(config, name, None)
+    except (AttributeError, ValueError, RuntimeError):
+        return None
+
+
 def _real(config: Any, names: tuple[str, ...]) -> float | None:
     for name in names:
-        value = getattr(config, name, None)
+        value = _attribute(config, name)
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             return float(value)
     return None

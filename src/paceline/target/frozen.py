@@ -136,7 +136,7 @@ class Target:
         return features, last[0] if last else None
 
     def _row_arguments(self, ids: Tensor, lengths: np.ndarray | Sequence[int]) -> dict[str, Any]:
-        arguments = row_arguments(self.model, ids)
+        arguments = row_arguments(self.model, ids, explicit_positions=self.structure.explicit_positions)
         real = torch.as_tensor(np.asarray(lengths), device=ids.device)
         if "attention_mask" in forward_names(self.model) and int(np.min(lengths)) < ids.shape[1]:
             arguments["attention_mask"] = (torch.arange(ids.shape[1], device=ids.device)[None] < real[:, None]).long()

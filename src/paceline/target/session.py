@@ -129,7 +129,7 @@ class TargetSession:
 
     def _arguments(self, ids: Tensor, last_only: bool, positions: Tensor | None, mask: Tensor | None) -> dict[str, Any]:
         arguments: dict[str, Any] = {"input_ids": ids[None], str(self._cache_name): self._cache, "use_cache": True}
-        if "position_ids" in self._names:
+        if self.target.structure.explicit_positions:
             if positions is None:
                 positions = torch.arange(self.length, self.length + ids.shape[0], device=ids.device)
             arguments["position_ids"] = positions[None]

@@ -29,6 +29,8 @@ class Structure:
         head: the module that makes logits.
         embed_scale: layer 0 sees this times the embedding module's output; None where it sees something else.
         embed_note: what it sees in that case, in words.
+        explicit_positions: whether the model, told positions 0, 1, ..., does as it does by itself. Some count from
+            their pad id; those are left to themselves.
     """
 
     layers: list[nn.Module]
@@ -37,6 +39,7 @@ class Structure:
     head: Any
     embed_scale: float | None
     embed_note: str
+    explicit_positions: bool = True
 
 
 class ForwardStopped(Exception):
@@ -105,7 +108,28 @@ def find_structure(model: Any, num_layers: int) -> Structure:
         )
     name, layers = min(fitting, key=lambda entry: entry[0].count("."))
     scale, note = embed_scale(model, embedding, layers[0], ids)
-    return Structure(layers, name, embedding, model.get_output_embeddings(), scale, note)
+    explicit = _takes_plain_positions(model, layers[0], ids)
+    return Structure(layers, name, embedding, model.get_output_embeddings(), scale, note, explicit)
+
+
+def _takes_plain_positions(model: nn.Module, first: nn.Module, ids: Tensor) -> bool:
+    """Whether layer 0 puts out the same with positions 0, 1, ... as without any."""
+    if "position_ids" not in forward_names(model):
+        return False
+    seen = []
+    for explicit in (True, False):
+        caught: list[Tensor] = []
+
+        def stop(module: nn.Module, args: Any, output: Any, caught: list[Tensor] = caught) -> None:
+            states = main_output(output)
+            if states is not None:
+                caught.append(states)
+            raise ForwardStopped
+
+        with hooked([first.register_forward_hook(stop)]), torch.no_grad(), suppress(ForwardStopped):
+            model(**row_arguments(model, ids, explicit_positions=explicit))
+        seen.append(caught)
+    return len(seen[0]) == len(seen[1]) == 1 and torch.allclose(seen[0][0], seen[1][0], rtol=1e-3, atol=1e-5)
 
 
 def _called_stacks(model: nn.Module, ids: Tensor) -> dict[str, list[nn.Module]]:
@@ -140,25 +164,19 @@ def _called_stacks(model: nn.Module, ids: Tensor) -> dict[str, list[nn.Module]]:
     return found
 
 
-def run_plain(model: Any, ids: Tensor, **more: Any) -> Any:
-    """One forward without a cache over unpadded rows; position ids explicit where the model takes them.
-
-    Args:
-        model: the language model.
-        ids: int64 [B, T].
-        more: further arguments of its forward.
-    """
-    return model(**row_arguments(model, ids), **more)
+def run_plain(model: Any, ids: Tensor) -> Any:
+    """One forward without a cache over unpadded rows [B, T], positions left to the model."""
+    return model(**row_arguments(model, ids, explicit_positions=False))
 
 
-def row_arguments(model: nn.Module, ids: Tensor) -> dict[str, Any]:
-    """Arguments of a forward over whole rows that start at position 0: ids, positions, no cache.
+def row_arguments(model: nn.Module, ids: Tensor, *, explicit_positions: bool = True) -> dict[str, Any]:
+    """Arguments of a forward over whole rows that start at position 0: ids, positions where they help, no cache.
 
     Rows may be right-padded; the caller adds the attention mask.
     """
     names = forward_names(model)
     arguments: dict[str, Any] = {"input_ids": ids}
-    if "position_ids" in names:
+    if explicit_positions and "position_ids" in names:
         arguments["position_ids"] = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape[0], -1)
     if "use_cache" in names:
         arguments["use_cache"] = False

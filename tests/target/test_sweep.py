@@ -1,0 +1,148 @@
+"""Every architecture: taps equal transformers' own hidden states of single rows; embedding and head are the model's own.
+
+Two documents of different length in one right-padded batch, stopped early, against each document alone. A part runs
+always, the rest behind the `slow` marker; its table goes to standard output (`pytest -m slow -s -k architectures`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from paceline.config import TargetConfig
+from paceline.errors import TargetError
+from paceline.target.facts import describe
+from paceline.target.load import load_embedding_and_head, load_target
+from paceline.target.structure import main_input
+from tiny_architectures import LAYERS, MAX_PARAMETERS, build, model_types, no_target, num_parameters, tiny_config
+
+DOCUMENTS = [[5, 9, 3, 44, 17, 8, 60, 23, 11, 7, 31], [12, 30, 31, 90, 4]]
+FAST = [
+    *("qwen3", "qwen3_moe", "qwen3_next", "qwen3_5_text", "llama", "mistral", "gemma2", "gemma3_text", "gpt_oss"),
+    *(
+        "deepseek_v3",
+        "glm4",
+        "phi3",
+        "olmo2",
+        "mamba2",
+        "falcon_h1",
+        "granite",
+        "cohere2",
+        "gpt2",
+        "gemma3",
+        "qwen3_vl",
+    ),
+]
+CAUSES = {
+    "requires the timm library": "its vision part needs a package that is not installed",
+    "No module named": "needs a package that is not installed",
+    "StrictDataclassClassValidationError": "its configuration couples numbers that the shrinking does not know",
+    "is an encoder-decoder": "no causal language model",
+    "is not a causal language model": "saves its text part under a type that transformers cannot load again",
+    "no stack of": "its layers pass on several streams, or not the tokens' states, so there is nothing to tap",
+    "put out": "its layers pass on several streams",
+    "tensors are missing": "does not load again what it saved",
+    "taps differ": "not causal: its tokens see later ones, which the tap guard refuses",
+}
+"""What is known of those that fail: part of the message → cause."""
+
+
+@dataclass
+class Verdict:
+    """What became of one architecture."""
+
+    word: str
+    reason: str
+
+
+def alone(target, document, taps) -> torch.Tensor:
+    """Features of one document by ``output_hidden_states``, whether that starts with layer 0's input or its output."""
+    ids, inputs = torch.tensor([document]), []
+    hook = target.structure.layers[0].register_forward_pre_hook(
+        lambda module, args, kwargs: inputs.append(main_input(args, kwargs)), with_kwargs=True
+    )
+    with torch.no_grad():
+        states = target.model(input_ids=ids, output_hidden_states=True, use_cache=False).hidden_states
+    hook.remove()
+    assert len(states) == target.facts.num_layers + 1
+    first = 1 if torch.equal(states[0], inputs[0]) else 0
+    return torch.cat([states[tap + first][0] for tap in taps], dim=-1)
+
+
+def judge(model_type: str, folder: Path) -> Verdict:
+    """Builds, saves, loads and taps one architecture."""
+    config = tiny_config(model_type)
+    reason = no_target(config)
+    if reason is None and (size := num_parameters(config)) > MAX_PARAMETERS:
+        reason = f"{size / 1e6:.0f} million weights even when shrunk"
+    if reason is None:
+        model = build(config)
+        reason = no_target(config, model)
+    if reason is not None:
+        return Verdict("skip", reason)
+    model.save_pretrained(str(folder))
+    facts = describe(str(folder))
+    taps = sorted({0, facts.num_layers // 2, max(0, facts.num_layers - 2)})
+    target = load_target(TargetConfig(path=str(folder), dtype="float32"), taps)
+    ids = torch.zeros(2, len(DOCUMENTS[0]), dtype=torch.int64)
+    for row, document in enumerate(DOCUMENTS):
+        ids[row, : len(document)] = torch.tensor(document)
+    features, _ = target.tap_rows(ids, [len(document) for document in DOCUMENTS])
+    expected = torch.cat([alone(target, document, taps) for document in DOCUMENTS])
+    error, scale = float((features - expected).abs().max()), max(1.0, float(expected.abs().max()))
+    if not error <= 1e-5 * scale:
+        return Verdict("fail", f"taps differ by {error:.2g}")
+    return Verdict("pass", check_ends(target, folder))
+
+
+def check_ends(target, folder: Path) -> str:
+    """Embedding and head read alone are the loaded model's; where they cannot be shared, why."""
+    try:
+        embedding, head = load_embedding_and_head(str(folder))
+    except TargetError as fault:
+        return str(fault).partition(": ")[2]
+    assert torch.equal(embedding, target.embedding) and torch.equal(head, target.head)
+    caught = {}
+    target.structure.head.register_forward_hook(lambda _, args, output: caught.update(seen=args[0], logits=output))
+    inputs = []
+    target.structure.layers[0].register_forward_pre_hook(
+        lambda module, args, kwargs: inputs.append(main_input(args, kwargs)), with_kwargs=True
+    )
+    ids = torch.tensor([DOCUMENTS[1]])
+    with torch.no_grad():
+        target.model(input_ids=ids, use_cache=False)
+    torch.testing.assert_close(embedding[ids], inputs[0], atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(caught["seen"] @ head.T, caught["logits"], atol=1e-4, rtol=1e-4)
+    return ""
+
+
+@pytest.mark.parametrize("model_type", FAST)
+def test_architecture(model_type, tmp_path):
+    verdict = judge(model_type, tmp_path)
+    assert verdict.word == "pass", verdict.reason
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.filterwarnings("ignore")
+def test_all_architectures(tmp_path):
+    verdicts = {}
+    for model_type in model_types():
+        folder = tmp_path / model_type
+        try:
+            verdicts[model_type] = judge(model_type, folder)
+        except Exception as fault:
+            verdicts[model_type] = Verdict("fail", f"{type(fault).__name__}: {fault}".replace("\n", " ")[:200])
+    unknown = []
+    for name, verdict in verdicts.items():
+        cause = next((cause for part, cause in CAUSES.items() if part in verdict.reason), "")
+        if verdict.word == "fail" and not cause:
+            unknown.append(f"{name}: {verdict.reason}")
+        print(f"{name:32} {verdict.word:5} {cause or verdict.reason}")
+    counts = {word: sum(verdict.word == word for verdict in verdicts.values()) for word in ("pass", "fail", "skip")}
+    print(counts, f"of {len(verdicts)}; layers {LAYERS}")
+    print("without a known cause:", *unknown, sep="\n  ")
+    assert counts["pass"] >= 100
