@@ -18,7 +18,7 @@ import json
 import multiprocessing
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -113,14 +113,15 @@ def lhotse_buckets(lengths: np.ndarray, epoch: int) -> Batches:
     from lhotse import CutSet, MonoCut, SupervisionSegment
     from lhotse.dataset import DynamicBucketingSampler
 
-    def cuts():
-        for row, length in enumerate(np.random.default_rng(epoch).permutation(len(lengths)).tolist()):
-            tokens = float(lengths[length])
-            segment = SupervisionSegment(str(row), str(row), 0.0, tokens)
-            yield MonoCut(str(length), 0.0, tokens, 0, supervisions=[segment])
+    class Cuts:
+        def __iter__(self) -> Iterator[Any]:
+            for row in np.random.default_rng(epoch).permutation(len(lengths)).tolist():
+                tokens = float(lengths[row])
+                segment = SupervisionSegment(str(row), str(row), 0.0, tokens)
+                yield MonoCut(str(row), 0.0, tokens, 0, supervisions=[segment])
 
     sampler = DynamicBucketingSampler(
-        CutSet(cuts()), max_duration=BUDGET, max_cuts=MOST, num_buckets=30, shuffle=True, seed=epoch, drop_last=False,
+        CutSet(Cuts()), max_duration=BUDGET, max_cuts=MOST, num_buckets=30, shuffle=True, seed=epoch, drop_last=False,
         world_size=1, rank=0,
     )  # fmt: skip
     return listed([int(cut.id) for cut in batch] for batch in sampler)

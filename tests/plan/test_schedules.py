@@ -37,6 +37,7 @@ def test_stratified_has_no_crowded_window_and_no_tail():
     found = repeats(made)
     assert (found.crowded, found.crowded_last_tenth) == (0, 0)
     assert found.mean_distinct == pytest.approx(found.distinct_bound)
+    assert min(np.flatnonzero(made.buckets == bucket)[-1] for bucket in range(6)) > 0.95 * made.num_batches
     shares = shares_over_the_epoch(made)
     assert np.abs(shares - shares.mean(axis=0)).max() < 0.03
 

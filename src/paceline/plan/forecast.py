@@ -306,6 +306,8 @@ def _warnings(made: Forecast, plan: EpochPlan) -> list[str]:
         told.append(f"{count:,} of {made.num_rows:,} samples {reasons[reason]} and are left out.")
     if made.kept_over_length:
         told.append(f"{made.kept_over_length:,} samples longer than plan.max_length are kept.")
+    if plan.composition.packed:
+        told.append("Packed bins are for forwards that keep documents apart; padded ones need another strategy.")
     mixing = made.repeats is None
     for row in made.buckets:
         if not mixing and row.share_batches > BATCHES_OVER_SAMPLES * row.share_samples and row.share_batches > 0.1:

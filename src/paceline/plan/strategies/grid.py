@@ -23,7 +23,7 @@ def compose(entries: Entries, limits: Limits, settings: PlanConfig, bits: np.ran
     num_classes = -(-entries.longest // q)
     classes = width_classes(entries.lengths, q, num_classes)
     order, bounds = class_order(classes, num_classes, bits)
-    entries.__dict__["histogram"] = np.diff(bounds)  # falls out of the sort; saves counting again
+    entries.know_histogram(np.diff(bounds))
     tops = class_tops(entries.histogram, limits, settings.grid_class_batches)
     if len(tops) == num_classes:
         return class_composition(order, bounds, np.arange(1, num_classes + 1) * q, limits, entries.drafts)
