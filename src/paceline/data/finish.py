@@ -109,20 +109,17 @@ def _unlike(
     if not count:
         return keep
     first = first_of_each(samples["content_hash"].to_numpy())
-    if settings.duplicates == "drop":
-        for row in np.flatnonzero(~first).tolist():
-            tally.leave_out("duplicate", where(row))
-        keep &= first
+    again = np.flatnonzero(~first)
+    if settings.duplicates == "drop" and len(again):
+        tally.leave_out("duplicate", where(int(again[0])), count=len(again))
+        keep[again] = False
     twin = near_duplicates(count, _signatures(aside, pieces, samples))
     near = np.flatnonzero((twin >= 0) & first)
-    for row in near.tolist():
-        detail = f"like {where(int(twin[row]))}"
-        if settings.near_duplicates == "drop":
-            tally.leave_out("near_duplicate", where(row), detail)
-        else:
-            tally.note("near_duplicate", where(row), detail)
-    if settings.near_duplicates == "drop":
-        keep[near] = False
+    if len(near):
+        drop = settings.near_duplicates == "drop"
+        say = tally.leave_out if drop else tally.note
+        say("near_duplicate", where(int(near[0])), f"like {where(int(twin[near[0]]))}", len(near))
+        keep[near] = not drop
     return keep
 
 
@@ -139,9 +136,10 @@ def _weighted(samples: pa.Table, keep: np.ndarray, sources: Sequence[Source], ta
     hashes = samples["content_hash"].to_numpy()[rows] * np.uint64(0x9E3779B97F4A7C15)
     coin = (hashes >> np.uint64(11)).astype(np.float64) / 2**53
     times = np.floor(weight).astype(np.int64) + (coin < weight % 1)
-    for row in rows[times == 0].tolist():
-        place = sources[samples["source"][row].as_py()].path
-        tally.leave_out("weight", f"{place}:{samples['line'][row].as_py()}")
+    never = rows[times == 0]
+    if len(never):
+        place = sources[samples["source"][int(never[0])].as_py()].path
+        tally.leave_out("weight", f"{place}:{samples['line'][int(never[0])].as_py()}", count=len(never))
     return np.repeat(rows, times)
 
 

@@ -93,13 +93,13 @@ class Tally:
     notes: dict[str, Count] = field(default_factory=dict)
     lost_supervised_tokens: int = 0
 
-    def leave_out(self, reason: str, example: str, detail: str = "") -> None:
-        """Count a row or sample that is left out."""
-        self.set_aside.setdefault(reason, Count()).add(example, detail)
+    def leave_out(self, reason: str, example: str, detail: str = "", count: int = 1) -> None:
+        """Count rows or samples that are left out."""
+        self.set_aside.setdefault(reason, Count()).add(example, detail, count)
 
-    def note(self, note: str, example: str, detail: str = "") -> None:
-        """Count a sample of which something is said."""
-        self.notes.setdefault(note, Count()).add(example, detail)
+    def note(self, note: str, example: str, detail: str = "", count: int = 1) -> None:
+        """Count samples of which something is said."""
+        self.notes.setdefault(note, Count()).add(example, detail, count)
 
     def add(self, other: Tally) -> None:
         """Add a later part's tally."""
