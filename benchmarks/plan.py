@@ -195,24 +195,24 @@ def _measured(name: str, packed: bool, peer: bool, repeats: int, pipe: Any) -> N
     lengths = np.load(DATA)["lengths"]
     plan = PEERS[name][0] if peer else lambda lengths, epoch: ours(name, lengths, epoch)
 
-    def timed(epoch: int) -> float:
-        settings = None if peer else PlanConfig(strategy=name, edges=SEXTILES.tolist())
+    def timed(epoch: int) -> tuple[float, Batches | None]:
         started = time.process_time()
-        if settings is None:
-            plan(lengths, epoch)
-        else:
-            plan_epoch(lengths, None, settings, num_anchors=512, block_size=16, seed=0, epoch=epoch)
-        return time.process_time() - started
+        if peer:
+            made = plan(lengths, epoch)
+            return time.process_time() - started, made
+        settings = PlanConfig(strategy=name, edges=SEXTILES.tolist())
+        plan_epoch(lengths, None, settings, num_anchors=512, block_size=16, seed=0, epoch=epoch)
+        return time.process_time() - started, None
 
     try:
         plan(lengths[:2000], 0)  # imports
         _forget_peak()
         before = _peak_mib()
-        seconds = timed(0)
+        seconds, first = timed(0)
         peak = _peak_mib()
         if not peer:
-            seconds = min(timed(epoch) for epoch in range(repeats))
-        found = score(lengths, plan(lengths, 0), plan(lengths, 1), packed)
+            seconds = min(timed(epoch)[0] for epoch in range(repeats))
+        found = score(lengths, first or plan(lengths, 0), plan(lengths, 1), packed)
         found["seconds"] = seconds
         found["mib"] = float("nan") if before is None or peak is None else peak - before
         if not peer:
