@@ -98,6 +98,7 @@ OWN: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv", "full_attention"], "num_dense_layers": 1},
     "cohere_compass_text": {"rope_parameters": None},
     "glm5_next": {"num_key_value_heads": 4},
+    "lfm2": {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
 }
 """Numbers that a family couples in its own way."""
 

@@ -1,4 +1,4 @@
-"""Every architecture: taps equal transformers' own hidden states of single rows; embedding and head are the model's own.
+"""Every architecture: taps equal transformers' own hidden states of single rows; embedding and head are its own.
 
 Two documents of different length in one right-padded batch, stopped early, against each document alone. A part runs
 always, the rest behind the `slow` marker; its table goes to standard output (`pytest -m slow -s -k architectures`).
