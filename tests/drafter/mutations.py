@@ -205,7 +205,7 @@ FAULTS = (
     Fault(
         "streak from marginals",
         (("tally.py", "accepted = torch.cumprod(hits.long(), dim=1)", "accepted = hits.long()"),),
-        "test_objectives.py -k streaks",
+        "test_objectives.py -k acceptance_metrics",
     ),
     Fault(
         "D-PACE without the later drafts",
