@@ -46,6 +46,7 @@ class Blocking(Collecting):
         self.released = threading.Event()
 
     def write(self, line) -> None:
+        super().write(line)
         assert self.released.wait(60)
 
     def abandon(self) -> None:
@@ -158,6 +159,9 @@ def test_a_mirror_that_blocks_forever_costs_one_warning(tmp_path):
         observer.step(report_of(step, SAMPLES))
     observer.close()
     assert sink.abandoned
+    observer._mirrors[0]._thread.join(10)
+    # It hung at the first line; of the others the newest four had waited for it.
+    assert [line.step for line in sink.lines] == [1, 37, 38, 39, 40]
     assert [line.step for line in lines_of(tmp_path, StepLine)] == list(range(1, 41))
     (warning,) = events_of(tmp_path, "warning")
     assert "slow does not keep up" in warning.fields["text"]

@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from observe.simulated_runs import simulate
+from paceline.cli import report as command
+from paceline.cli.frame import guarded
+from paceline.config import Settings, dump_settings
+from paceline.observe.comparison import render_comparison, write_comparison
+from paceline.observe.history import read_history
+from paceline.observe.jitter import explain_jitter
+
+
+def write_settings(run_dir, **plan):
+    settings = Settings(run_dir=str(run_dir), target={"path": "small"}, plan=plan)
+    (run_dir / "settings.yaml").write_text(dump_settings(settings))
+
+
+def test_two_runs_side_by_side_show_what_differs_and_by_how_much(tmp_path):
+    bad = simulate(tmp_path / "before", "bucketed", "shuffled", epochs=3)
+    good = simulate(tmp_path / "after", "grid", "stratified", epochs=3)
+    write_settings(bad, strategy="bucketed", schedule="shuffled")
+    write_settings(good, strategy="grid", schedule="stratified")
+    text = write_comparison([bad, good], tmp_path / "both.html").read_text()
+    variances = [explain_jitter(read_history(run_dir)).deviation ** 2 for run_dir in (bad, good)]
+    row = re.search(r"its variance, first run = 1</th><td>([\d.]+)</td><td>([\d.]+)</td>", text)
+    assert float(row.group(1)) == 1.0
+    assert float(row.group(2)) == pytest.approx(variances[1] / variances[0], abs=5e-4)
+    assert '<th scope="row">plan.schedule</th><td>shuffled</td><td>stratified</td>' in text
+    assert "plan.token_budget" not in text
+    assert "before:</b>" in text and "after:</b>" not in text
+    ids = re.findall(r'id="([^"]+)"', text)
+    assert len(ids) == len(set(ids))
+    assert set(re.findall(r'href="#([^"]+)"', text)) <= set(ids)
+
+
+def test_runs_of_different_versions_and_half_written_ones_are_still_compared(make_run):
+    first, second = make_run(steps=3, name="a"), make_run(steps=3, name="b")
+    path = second / "metrics.jsonl"
+    path.write_text(path.read_text().replace('"format":1', '"format":9')[:-40])
+    (second / "settings.yaml").unlink()
+    text = render_comparison([read_history(first), read_history(second)])
+    assert "b: metrics.jsonl has format 9, this version writes 1" in text
+    assert "b: settings.yaml is missing" in text
+    assert "No warnings in any of the runs." in text
+
+
+def test_runs_of_the_same_name_are_told_apart(make_run):
+    run = read_history(make_run(steps=2))
+    text = render_comparison([run, run])
+    assert "run (1)" in text and "run (2)" in text
+
+
+def test_the_command_compares_several_runs(make_run, tmp_path, capsys, monkeypatch):
+    first, second = make_run(steps=2, name="a"), make_run(steps=2, name="b")
+    monkeypatch.chdir(tmp_path)
+    assert guarded(command.run, [str(first), str(second)]) == 0
+    assert capsys.readouterr().out.strip() == "comparison.html"
+    assert (tmp_path / "comparison.html").is_file()
+    assert guarded(command.run, [str(first), str(tmp_path / "none")]) == 1
+    assert "none: does not exist" in capsys.readouterr().err
+    assert guarded(command.run, []) == 2
+    assert "no run given" in capsys.readouterr().err
