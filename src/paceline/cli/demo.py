@@ -102,8 +102,9 @@ def _show_forecast(composition: Composition) -> None:
     from paceline.plan.forecast import describe
 
     run = composition
-    plans = [epoch_plan(run.settings, run.spec, run.source, epoch) for epoch in (0, 1)]
-    forecast = describe(plans[0], plans[1], (), run.settings.train.epochs)
+    epochs = run.settings.train.epochs
+    plans = [epoch_plan(run.settings, run.spec, run.source, epoch) for epoch in range(max(epochs, 2))]
+    forecast = describe(plans[0], plans[1], [plan.num_windows for plan in plans[2:]], epochs)
     frame.stderr.print(render(forecast, histogram=histogram(plans[0])))
 
 
@@ -159,7 +160,7 @@ def _summary(run_dir: Path, folder: Path, report: Path) -> None:
     frame.stdout.print(table)
     frame.stdout.print(
         "\nThe same with your own model (settings: examples/ or `paceline train --help`):\n"
-        "  paceline regenerate prompts.jsonl --local MODEL --out chats.jsonl\n"
+        "  paceline regenerate prompts.jsonl --target MODEL --local --out chats.jsonl\n"
         "  paceline train run.yaml\n"
         "  paceline export RUN",
         markup=False,
