@@ -168,6 +168,8 @@ def test_validation_has_no_noise_leaves_the_window_alone_and_repeats():
     assert found["loss"].value == pytest.approx(report.loss.value, rel=1e-6) and noised.loss != report.loss
     assert {name for name in found if name != "loss"} <= set(report.ratios)
     assert noised.ratios["schedule/noise_ratio"].value == 0.5
+    # A noise of half the RMS has a quarter of the energy.
+    assert [noised.ratios[f"noise/snr_tap_{tap}"].value for tap in (0, 1)] == pytest.approx([4.0, 4.0], rel=0.2)
 
 
 def test_diagnosis_agrees_with_plain_logits():

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from paceline.contracts import Ratio
-from paceline.drafter.layers import wide
+from paceline.drafter.layers import rows_at_once, wide
 from paceline.drafter.tally import WindowTally
 from paceline.drafter.tree import tree_streaks
 
@@ -37,7 +37,7 @@ def diagnose(hidden: Tensor, head: Tensor, labels: Tensor, live: Tensor, chunk: 
         chunk: slots whose logits exist at once, at most (at least one block).
         tally: where sums go.
     """
-    blocks = max(1, chunk // hidden.shape[1])
+    blocks = max(1, rows_at_once(chunk, head.shape[0]) // hidden.shape[1])
     for begin in range(0, hidden.shape[0], blocks):
         part = slice(begin, begin + blocks)
         logits = (hidden[part].flatten(0, 1) @ head.T).to(wide(hidden.dtype)).view(*live[part].shape, -1)

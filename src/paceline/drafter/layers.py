@@ -12,6 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+WHOLE_ROWS = 2**27
+"""Elements of a chunk of whole logit rows at most: 512 MiB in float32, whatever the vocabulary."""
+
+
+def rows_at_once(chunk: int, vocabulary: int) -> int:
+    """Slots whose whole logit rows may exist at once: at most `chunk`, fewer for large vocabularies, at least one."""
+    return max(1, min(chunk, WHOLE_ROWS // vocabulary))
+
 
 def wide(dtype: torch.dtype) -> torch.dtype:
     """float64 for float64, else float32: the type in which norms, tables and losses compute."""

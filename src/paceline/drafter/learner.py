@@ -288,6 +288,8 @@ class Learner:
         for name in self.shares:
             total, count = sums.get(f"term/{name}", np.zeros(2))
             ratios[f"objective/{name}"] = Ratio(float(total), float(count))
+        for tap, (signal, noise) in enumerate(sums.get("noise", np.zeros(0)).reshape(2, -1).T):
+            ratios[f"noise/snr_tap_{tap}"] = Ratio(float(signal), float(noise))
         return ratios
 
     def _scheduled(self, step: int) -> dict[str, Ratio]:

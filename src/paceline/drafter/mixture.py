@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.drafter.layers import wide
+from paceline.drafter.layers import rows_at_once, wide
 from paceline.drafter.objectives.terms import TERMS, Distributions
 
 Teacher = Callable[[Tensor], Tensor]
@@ -84,6 +84,7 @@ class _HeadMixture(torch.autograd.Function):
         columns = hidden.new_empty(len(names) + 2, count, dtype=kind)
         correct = torch.empty(count, dtype=torch.bool, device=hidden.device)
         gradient = torch.empty_like(hidden)
+        chunk = rows_at_once(chunk, head.shape[0])
         tokens = torch.from_numpy(labels).to(hidden.device, non_blocking=True)
         for begin in range(0, count, chunk):
             part = slice(begin, min(begin + chunk, count))

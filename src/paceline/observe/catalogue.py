@@ -39,6 +39,7 @@ _PLACEHOLDERS = {
     "device": r"[A-Za-z0-9_.:-]+",
     "queue": r"[A-Za-z0-9_.:-]+",
     "term": r"[A-Za-z0-9_.-]+",
+    "tap": r"\d+",
     "tag": r"[A-Za-z0-9_.:-]+",
 }
 
@@ -83,6 +84,7 @@ CATALOGUE: tuple[Metric, ...] = (
     Metric("objective/{term}", "nat", "one term of the objective, unweighted unless its name says so", _SLOTS, "ratio"),
     Metric("schedule/gamma", "slot", "decay length of the slot weights", _WINDOW, "last"),
     Metric("schedule/noise_ratio", "1", "share of noised inputs", _WINDOW, "last"),
+    Metric("noise/snr_tap_{tap}", "1", "feature energy / noise energy of one tap", _WINDOW, "ratio"),
     # Acceptance.
     Metric("acceptance/streak", "token", "accepted drafts of a block, bonus excluded", _BLOCKS, "ratio", "higher"),
     Metric(
