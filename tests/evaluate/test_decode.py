@@ -14,6 +14,7 @@ FAMILIES = {
     "llama": {"tie_word_embeddings": True},
     "gemma2": {"sliding_window": 8},
     "mistral": {"sliding_window": 8},
+    "qwen3_5_text": {},
 }
 
 

@@ -139,7 +139,7 @@ def speculative_decode(
     started = time.perf_counter()
     answer = Answer(len(prompt_ids), target, max_new_tokens, stop_ids)
     session, context = TargetSession(target), network.new_cache()
-    logits, features = session.read(_tensor(prompt_ids, target), last_only=True)
+    logits, features = session.read(prompt_tensor(prompt_ids, target), last_only=True)
     network.extend(context, torch.zeros_like(features) if without_features else features)
     token = choice.token(logits[-1])
     answer.add([token])
@@ -212,7 +212,7 @@ def plain_decode(
     started = time.perf_counter()
     answer = Answer(len(prompt_ids), target, max_new_tokens, stop_ids)
     session = TargetSession(target)
-    logits, _ = session.read(_tensor(prompt_ids, target), last_only=True)
+    logits, _ = session.read(prompt_tensor(prompt_ids, target), last_only=True)
     token = choice.token(logits[-1])
     answer.add([token])
     prompted = time.perf_counter()
@@ -265,7 +265,8 @@ def check_pair(target: Target, spec: DrafterSpec) -> None:
         raise DrafterError(*faults)
 
 
-def _tensor(ids: Sequence[int], target: Target) -> Tensor:
+def prompt_tensor(ids: Sequence[int], target: Target) -> Tensor:
+    """Token ids of a prompt on the target's device; DataError where one is outside the vocabulary."""
     bad = [token for token in ids if not 0 <= token < target.facts.vocab_size]
     if bad:
         raise DataError(

@@ -111,6 +111,11 @@ class TargetSession:
         """Whether the target has state that cannot be cut, so that rejected drafts cost a second forward."""
         return any(_is_recurrent(layer) for layer in self._cache.layers)
 
+    @property
+    def cuts_anywhere(self) -> bool:
+        """Whether any of the tokens read last can be forgotten: all layers attend, none over a window alone."""
+        return not any(_is_recurrent(layer) or getattr(layer, "is_sliding", False) for layer in self._cache.layers)
+
     def keep_places(self, start: int, places: Tensor) -> None:
         """Keeps, of the tokens read at `start` and after, those at the given places, in that order.
 
@@ -118,8 +123,8 @@ class TargetSession:
             start: tokens before it stay.
             places: int64 [M] relative to `start`.
         """
-        if self.replays:
-            raise TargetError(f"{self.target.facts.path}: recurrent state cannot be rearranged")
+        if not self.cuts_anywhere:
+            raise TargetError(f"{self.target.facts.path}: recurrent or sliding layers cannot be rearranged")
         kept = torch.cat([torch.arange(start, device=places.device), start + places])
         for layer in self._cache.layers:
             if layer.keys is not None:

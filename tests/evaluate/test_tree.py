@@ -1,0 +1,116 @@
+"""Draft trees: the most probable prefixes, verified in one forward, lossless."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from paceline.errors import DrafterError
+from paceline.evaluate.choice import Sampled
+from paceline.evaluate.decode import greedy_decode
+from paceline.evaluate.tree import build_tree
+from paceline.evaluate.tree_decode import tree_decode
+
+
+def test_the_worked_example():
+    """Six nodes over three slots, worked by hand."""
+    chances = torch.tensor([[0.6, 0.3, 0.1], [0.5, 0.4, 0.1], [0.9, 0.05, 0.05]])
+    tree = build_tree(chances.log(), 6)
+    assert tree.tokens.tolist() == [0, 0, 1, 0, 1, 0]
+    # 0.6, 0.6·0.5, 0.3, 0.6·0.5·0.9, 0.6·0.4, 0.6·0.4·0.9; -1 is the anchor.
+    assert tree.parents.tolist() == [-1, 0, -1, 1, 0, 4]
+    assert tree.expected_tokens == pytest.approx(2.926, abs=5e-4)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_trees_hold_the_most_probable_prefixes(seed):
+    """Brute force over all prefixes of all depths."""
+    torch.manual_seed(seed)
+    logits, temperature = torch.randn(4, 5) * 2, 0.5 + seed / 6
+    rows = torch.log_softmax(logits.double() / temperature, -1).tolist()
+    prefixes = [prefix for depth in range(1, 5) for prefix in itertools.product(range(5), repeat=depth)]
+    values = {prefix: math.fsum(rows[place][token] for place, token in enumerate(prefix)) for prefix in prefixes}
+    for budget in (1, 3, 10, 40):
+        tree = build_tree(logits, budget, temperature=temperature)
+        paths = paths_of(tree)
+        assert len(set(paths)) == budget
+        assert sorted(values[path] for path in paths) == pytest.approx(sorted(values.values())[-budget:], abs=1e-5)
+        np.testing.assert_allclose(tree.log_chances, [values[path] for path in paths], atol=1e-5)
+
+
+def paths_of(tree) -> list[tuple[int, ...]]:
+    """Tokens from the root to each node."""
+    paths: list[tuple[int, ...]] = []
+    for token, parent in zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True):
+        paths.append((*(paths[parent] if parent >= 0 else ()), token))
+    return paths
+
+
+def test_a_chain_can_be_seeded():
+    torch.manual_seed(0)
+    logits = torch.randn(5, 9) * 0.1
+    tree = build_tree(logits, 12, chain=True)
+    paths = paths_of(tree)
+    assert tuple(logits.argmax(-1).tolist()) in paths and len(set(paths)) == 12
+    assert len(build_tree(logits, 3, chain=True).tokens) == 3
+    assert len(build_tree(torch.randn(1, 4), 50).tokens) == 4
+
+
+def test_nodes_see_their_ancestors_alone():
+    tree = build_tree(torch.randn(3, 4), 9)
+    seen, paths = tree.visible(), paths_of(tree)
+    for one, other in itertools.product(range(9), repeat=2):
+        assert seen[one, other] == (paths[one][: len(paths[other])] == paths[other])
+
+
+@pytest.mark.parametrize("model_type", ["qwen3", "llama"])
+@pytest.mark.parametrize("budget", [1, 30])
+def test_tree_output_is_the_targets_own(make_pair, prompts, model_type, budget):
+    target, network = make_pair(model_type, **({"tie_word_embeddings": True} if model_type == "llama" else {}))
+    for prompt in prompts[1:6:2]:
+        whole = greedy_decode(target, prompt, max_new_tokens=30).ids
+        decoded = tree_decode(target, network, prompt, max_new_tokens=24, budget=budget)
+        assert decoded.ids == whole[:24]
+        stop = whole[11]
+        stopped = tree_decode(target, network, prompt, max_new_tokens=24, budget=budget, stop_ids=[stop])
+        assert stopped.ids == whole[: whole.index(stop) + 1]
+
+
+def test_trees_that_know_the_answer_accept_whole_branches(make_pair, prompts, monkeypatch):
+    """With the right tokens somewhere in the tree, every kept branch and its cache must be right for the next pass."""
+    from paceline.evaluate import tree_decode as module
+
+    target, network = make_pair("qwen3")
+    prompt = prompts[4]
+    whole = greedy_decode(target, prompt, max_new_tokens=60).ids
+
+    def informed(target, network, context, token, position):
+        place = position - len(prompt)
+        logits = torch.zeros(5, 97)
+        for slot in range(5):
+            logits[slot, whole[place + 1 + slot]] = 12.0
+            logits[slot, (whole[place + 1 + slot] + 7) % 97] = 12.5  # a wrong token looks better
+        return logits
+
+    monkeypatch.setattr(module, "draft_logits", informed)
+    decoded = tree_decode(target, network, prompt, max_new_tokens=40, budget=62)
+    assert decoded.ids == whole[:40] and max(decoded.accepted) >= 4
+
+
+def test_sampled_walks_follow_the_target(make_pair):
+    target, network = make_pair("qwen3")
+    one, again = (
+        tree_decode(target, network, [5, 9], max_new_tokens=10, budget=8, choice=Sampled(1.0, 3)).ids for _ in range(2)
+    )
+    assert one == again and len(one) == 10
+
+
+@pytest.mark.parametrize("model_type", ["mistral", "qwen3_5_text"])
+def test_targets_that_cannot_are_refused(make_pair, model_type):
+    target, network = make_pair(model_type, **({"sliding_window": 8} if model_type == "mistral" else {}))
+    with pytest.raises(DrafterError, match="decode with the chain"):
+        tree_decode(target, network, [5, 9], max_new_tokens=10, budget=8)
