@@ -160,8 +160,8 @@ def test_a_mirror_that_blocks_forever_costs_one_warning(tmp_path):
     observer.close()
     assert sink.abandoned
     observer._mirrors[0]._thread.join(10)
-    # It hung at the first line; of the others the newest four had waited for it.
-    assert [line.step for line in sink.lines] == [1, 37, 38, 39, 40]
+    # It hung at one of the first lines; of the others the newest four had waited for it.
+    assert [line.step for line in sink.lines[1:]] == [37, 38, 39, 40]
     assert [line.step for line in lines_of(tmp_path, StepLine)] == list(range(1, 41))
     (warning,) = events_of(tmp_path, "warning")
     assert "slow does not keep up" in warning.fields["text"]
