@@ -119,9 +119,9 @@ def test_works_in_a_data_loader_with_workers():
     assert len(loader) == len(sampler)
     for epoch in range(2):
         sampler.set_epoch(epoch)
-        seen = [batch["rows"].tolist() for batch in loader]
-        assert seen == list(sampler)
-        assert all(batch["ids"].numel() <= 2048 for batch in loader)
+        batches = list(loader)
+        assert [batch["rows"].tolist() for batch in batches] == list(sampler)
+        assert all(batch["ids"].numel() <= 2048 for batch in batches)
 
 
 def test_works_in_the_hf_trainer_by_the_documented_recipe(tmp_path):

@@ -59,6 +59,17 @@ def test_antithetic_windows_vary_least_and_random_ones_less_than_shuffled():
     assert spreads[0] < 0.6 * spreads[1] < 0.3 * spreads[2]
 
 
+def test_slots_replicas_and_windows_are_in_random_order():
+    made = one("stratified", replicas=2, grid_class_batches=1)
+    whole = made.num_batches // 8
+    ranks = made.sequence[: 8 * whole].reshape(whole, 4, 2) / made.num_batches
+    # A mean of W uniform draws: five standard deviations, 5 / sqrt(12 W).
+    assert np.abs(ranks.mean(axis=(0, 2)) - 0.5).max() < 5 / np.sqrt(12 * 2 * whole)
+    assert np.abs(ranks.mean(axis=(0, 1)) - 0.5).max() < 5 / np.sqrt(12 * 4 * whole)
+    longest = ranks.max(axis=(1, 2))
+    assert abs(np.corrcoef(longest, np.arange(whole))[0, 1]) < 5 / np.sqrt(whole)
+
+
 def test_windows_follow_one_another_without_a_trend():
     made = one("stratified")
     assert abs(lag_correlation(made, batch_totals(made))) < 0.2
@@ -124,8 +135,8 @@ def test_leftover_batches_form_one_short_window_spread_over_the_lengths():
     made = one("stratified", accumulate=17, grid_class_batches=1)
     rest = made.num_batches % 17
     assert 1 < rest == len(made.window(made.num_windows - 1))
-    ranks = np.sort(made.sequence[-rest:])
-    assert np.diff(ranks).max() < 3 * made.num_batches / rest
+    ranks = np.sort(made.sequence[-rest:]).astype(int)  # grid batches ascend in length as composed
+    assert (ranks * rest // made.num_batches).tolist() == list(range(rest)), "one of every part of the lengths"
 
 
 def test_carried_samples_come_back_in_the_next_epoch():
