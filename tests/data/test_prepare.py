@@ -248,8 +248,9 @@ def test_rows_that_ask_what_is_held_out_are_left_out(tmp_path: Path, chatml: str
     heldout = write_rows(
         [{"messages": [{"role": "user", "content": "QUESTION  3"}]}, {"prompt": "question 4"}], "h.jsonl"
     )
-    report = run(write_rows(CHATS), tmp_path / "store", chatml, heldout=[heldout])
-    assert report.samples == 18 and report.set_aside["heldout"].count == 2
+    longer = {"messages": [*CHATS[4]["messages"], {"role": "user", "content": "and?"}, CHATS[5]["messages"][1]]}
+    report = run(write_rows([*CHATS, longer]), tmp_path / "store", chatml, heldout=[heldout])
+    assert report.samples == 18 and report.set_aside["heldout"].count == 3
     assert report.set_aside["heldout"].example.endswith("rows.jsonl:4")
     assert any("held-out" in warning for warning in report.warnings)
 
