@@ -11,6 +11,7 @@ per role joined by the hub. Both give the same weights, bit for bit, when delive
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -79,12 +80,14 @@ class LearnerRecipe:
     def __call__(self) -> Learner:
         """The learner, with the state of the checkpoint that the run goes on from."""
         from paceline.drafter.learner import Learner
-        from paceline.target.load import load_embedding_and_head
+        from paceline.target.load import load_embedding_and_head, torch_dtype
+        from paceline.target.teacher import load_teacher
 
-        settings = self.settings
-        embedding, head = load_embedding_and_head(
-            settings.target.path, torch.float32, settings.target.trust_remote_code
-        )
+        settings, target = self.settings, self.settings.target
+        embedding, head = load_embedding_and_head(target.path, torch.float32, target.trust_remote_code)
+        teacher = None
+        if settings.objective.needs_teacher:
+            teacher = load_teacher(target.path, torch_dtype(target.dtype), self.device, target.trust_remote_code)
         learner = Learner(
             self.spec,
             embedding=embedding,
@@ -96,6 +99,7 @@ class LearnerRecipe:
             seed=settings.seed,
             device=self.device,
             world=self._join() if self.port else None,
+            teacher=teacher,
         )
         if self.first_step:
             learner.load_state_dict(store.read_checkpoint(self.run_dir, self.first_step))
@@ -171,6 +175,7 @@ def _inline(run: Composition, orders: Sequence[StepOrder], stop: Callable[[], bo
 
     torch.set_num_threads(run.settings.flow.threads)
     target = load_target(run.settings.target, run.taps, run.settings.flow.target_devices[0])
+    tapped = functools.partial(target.features, with_last=run.settings.objective.needs_teacher)
     build = recipe(run)
     learner = build()
     batches = host_batches(run, orders)
@@ -178,7 +183,7 @@ def _inline(run: Composition, orders: Sequence[StepOrder], stop: Callable[[], bo
     for order in orders:
         spent = {"target/busy": 0.0, "drafter/busy": 0.0}
         for _ in order.batches:
-            features = _timed(spent, "target/busy", target.features, next(batches))
+            features = _timed(spent, "target/busy", tapped, next(batches))
             if order is orders[0] and not spent["drafter/busy"]:
                 guard_first_batch(target, features)
             _timed(spent, "drafter/busy", learner.accumulate, features)
@@ -212,6 +217,7 @@ def _pipeline(run: Composition, orders: Sequence[StepOrder], stop: Callable[[], 
         _most_tokens(run),
         len(run.taps) * run.facts.hidden_size,
         getattr(torch, settings.target.dtype),
+        run.facts.hidden_size if settings.objective.needs_teacher else 0,
     )
     ranks = len(flow.drafter_devices)
     meeting = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if ranks > 1 else None

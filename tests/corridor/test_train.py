@@ -122,6 +122,18 @@ def test_two_drafter_ranks_learn_what_one_learns_from_the_same_windows(make_run:
         assert torch.allclose(trained[name], tensor, atol=2e-5), name
 
 
+def test_teacher_distributions_cross_the_pipeline_unchanged(make_run: MakeRun) -> None:
+    objective = {"terms": {"ce": 0.5, "kl": 0.5}}
+    inline = make_run("inline", objective=objective, train={"max_steps": 4})
+    pipeline = make_run("pipeline", objective=objective, train={"max_steps": 4}, flow={"mode": "pipeline"})
+    assert main(["train", str(inline)]) == 0
+    assert main(["train", str(pipeline)]) == 0
+    assert same(weights(run_dir_of(inline), 4), weights(run_dir_of(pipeline), 4))
+    plain = make_run("plain", train={"max_steps": 4})
+    assert main(["train", str(plain)]) == 0
+    assert not same(weights(run_dir_of(plain), 4), weights(run_dir_of(inline), 4))
+
+
 def test_the_loss_falls_and_the_weights_move(make_run: MakeRun) -> None:
     settings = make_run()
     assert main(["train", str(settings)]) == 0

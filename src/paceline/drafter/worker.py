@@ -39,7 +39,8 @@ class DrafterStage:
         """Accumulate a batch, close a window, or write a checkpoint."""
         if isinstance(message, DrafterTask):
             tokens = int(message.host.lengths.sum())
-            self._learner.accumulate(FeatureBatch(message.host, self._pool.view(message.buffer, tokens)))
+            features, last = self._pool.view(message.buffer, tokens), self._pool.last_view(message.buffer, tokens)
+            self._learner.accumulate(FeatureBatch(message.host, features, last))
             yield BufferReleased(message.buffer)
         elif isinstance(message, CloseWindow):
             order, now = message.order, time.perf_counter()

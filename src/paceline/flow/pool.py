@@ -22,26 +22,38 @@ class BufferPool:
     Args:
         num_buffers: how many.
         max_tokens: real tokens of the largest micro-batch.
-        columns: values per token (taps × hidden size).
+        columns: feature values per token (taps × hidden size).
         dtype: type of the features.
+        last_columns: further values per token (hidden size) where an objective needs the target's last states.
 
     Raises:
         StageError: the machine's shared memory is too small, with what is needed and what to lower.
     """
 
-    def __init__(self, num_buffers: int, max_tokens: int, columns: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, num_buffers: int, max_tokens: int, columns: int, dtype: torch.dtype, last_columns: int = 0
+    ) -> None:
         self.num_buffers, self.max_tokens, self.columns, self.dtype = num_buffers, max_tokens, columns, dtype
+        self.last_columns = last_columns
         self._check_room()
-        self.storage = torch.empty((num_buffers, max_tokens * columns), dtype=dtype).share_memory_()
+        numbers = max_tokens * (columns + last_columns)
+        self.storage = torch.empty((num_buffers, numbers), dtype=dtype).share_memory_()
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all buffers."""
-        return self.num_buffers * self.max_tokens * self.columns * self.dtype.itemsize
+        return self.num_buffers * self.max_tokens * (self.columns + self.last_columns) * self.dtype.itemsize
 
     def view(self, buffer: int, tokens: int) -> Tensor:
         """The first ``tokens`` rows of a buffer, [tokens, columns]."""
         return self.storage[buffer, : tokens * self.columns].view(tokens, self.columns)
+
+    def last_view(self, buffer: int, tokens: int) -> Tensor | None:
+        """The target's last states in a buffer, [tokens, last columns]; None where they do not travel."""
+        if not self.last_columns:
+            return None
+        start = self.max_tokens * self.columns
+        return self.storage[buffer, start : start + tokens * self.last_columns].view(tokens, self.last_columns)
 
     def _check_room(self) -> None:
         if not SHARED_MEMORY.is_dir():

@@ -36,7 +36,11 @@ class TargetStage:
     def handle(self, message: TargetTask) -> Iterator[FeaturesReady]:
         """Features of the batch's real tokens, [S, N·H], into the task's buffer."""
         tokens = int(message.host.lengths.sum())
-        batch = self._target.features(message.host, out=self._pool.view(message.buffer, tokens))
+        last = self._pool.last_view(message.buffer, tokens)
+        features = self._pool.view(message.buffer, tokens)
+        batch = self._target.features(message.host, out=features, with_last=last is not None)
+        if last is not None and batch.last_hidden is not None:
+            last.copy_(batch.last_hidden)
         from paceline.target.guard import check_features
 
         if self._handled == 0:
