@@ -12,7 +12,7 @@ import torch
 from paceline.errors import DrafterError
 from paceline.evaluate.choice import Sampled
 from paceline.evaluate.decode import greedy_decode
-from paceline.evaluate.tree import build_tree
+from paceline.evaluate.tree import build_tree, most_probable
 from paceline.evaluate.tree_decode import tree_decode
 
 
@@ -48,6 +48,18 @@ def paths_of(tree) -> list[tuple[int, ...]]:
     for token, parent in zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True):
         paths.append((*(paths[parent] if parent >= 0 else ()), token))
     return paths
+
+
+@pytest.mark.parametrize("size", [640, 1000, 5003])
+def test_the_most_probable_tokens_are_found_by_chunks(size):
+    torch.manual_seed(size)
+    logits = torch.randn(6, size)
+    logits[0, -3:] = 9.0 + torch.arange(3)  # beyond the last whole chunk
+    logits[1, 128:140] = 9.0 + torch.arange(12)  # many in one chunk
+    for width in (1, 2, 9, 18):
+        top, ids = most_probable(logits, width)
+        expected = torch.topk(logits, width, dim=-1)
+        assert torch.equal(top, expected.values) and torch.equal(ids, expected.indices)
 
 
 def test_a_chain_can_be_seeded():

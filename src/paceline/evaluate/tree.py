@@ -1,7 +1,7 @@
 """A DDTree: the most probable prefixes under the product of a block's per-slot distributions [arXiv 2604.12989].
 
 Only the N most probable tokens of a slot can be among the N most probable prefixes, so the vocabulary is reduced to
-those once, on whatever device it lies; then a heap pops the best prefix and pushes its next sibling and its first child.
+those once, on whatever device it lies; then a heap pops the best prefix and pushes its next sibling and first child.
 
 Shape letters: M drafts, V vocabulary, N nodes.
 """
@@ -59,10 +59,35 @@ def build_tree(logits: Tensor, budget: int, *, temperature: float = 1.0, chain: 
         At most N nodes; fewer where there are not as many prefixes.
     """
     width = min(budget, logits.shape[1])
-    top, ids = torch.topk(logits.float(), width, dim=-1)
+    top, ids = most_probable(logits.float(), width)
     scaled = top / temperature
     norm = torch.logsumexp(logits.float() / temperature, dim=-1, keepdim=True)
     return _grow((scaled - norm).double().tolist(), ids.tolist(), budget, chain)
+
+
+CHUNK = 64
+"""Tokens that are represented by their largest logit while the most probable ones are sought."""
+
+
+def most_probable(logits: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """As ``torch.topk`` over the last of two dimensions, for few of many.
+
+    The N largest numbers lie in the N chunks of the largest maxima, so that only these are searched.
+
+    Returns:
+        Values and ids, [M, width], falling.
+    """
+    rows, size = logits.shape
+    whole = size // CHUNK * CHUNK
+    if whole <= 4 * CHUNK * width:
+        return torch.topk(logits, width, dim=-1)
+    chunks = logits[:, :whole].view(rows, -1, CHUNK)
+    best = torch.topk(chunks.amax(dim=-1), width, dim=-1).indices
+    places = (best[:, :, None] * CHUNK + torch.arange(CHUNK, device=logits.device)).view(rows, -1)
+    rest = torch.arange(whole, size, device=logits.device).expand(rows, -1)
+    places = torch.cat([places, rest], dim=-1)
+    top, found = torch.topk(logits.gather(1, places), width, dim=-1)
+    return top, places.gather(1, found)
 
 
 def _grow(chances: list[list[float]], ids: list[list[int]], budget: int, chain: bool) -> DraftTree:
