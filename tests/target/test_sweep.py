@@ -6,6 +6,7 @@ always, the rest behind the `slow` marker; its table goes to standard output (`p
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -129,19 +130,19 @@ def test_architecture(model_type, tmp_path):
 @pytest.mark.timeout(1800)
 @pytest.mark.filterwarnings("ignore")
 def test_all_architectures(tmp_path):
-    verdicts = {}
+    verdicts, unknown = {}, []
     for model_type in model_types():
         folder = tmp_path / model_type
         try:
             verdicts[model_type] = judge(model_type, folder)
         except Exception as fault:
             verdicts[model_type] = Verdict("fail", f"{type(fault).__name__}: {fault}".replace("\n", " ")[:200])
-    unknown = []
-    for name, verdict in verdicts.items():
+        shutil.rmtree(folder, ignore_errors=True)
+        verdict = verdicts[model_type]
         cause = next((cause for part, cause in CAUSES.items() if part in verdict.reason), "")
         if verdict.word == "fail" and not cause:
-            unknown.append(f"{name}: {verdict.reason}")
-        print(f"{name:32} {verdict.word:5} {cause or verdict.reason}")
+            unknown.append(f"{model_type}: {verdict.reason}")
+        print(f"{model_type:32} {verdict.word:5} {cause or verdict.reason}", flush=True)
     counts = {word: sum(verdict.word == word for verdict in verdicts.values()) for word in ("pass", "fail", "skip")}
     print(counts, f"of {len(verdicts)}; layers {LAYERS}")
     print("without a known cause:", *unknown, sep="\n  ")
