@@ -36,6 +36,8 @@ from paceline.flow.worker import Worker
 from paceline.observe.observer import Observer, open_observer
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from paceline.drafter.learner import Learner
 
 
@@ -124,12 +126,13 @@ def recipe(run: Composition, rank: int = 0, port: int = 0) -> LearnerRecipe:
     return LearnerRecipe(run.settings, run.spec, run.run_dir, len(run.orders), run.first_step, rank, port)
 
 
-def train(run: Composition, *, notice: Callable[[str], None]) -> Outcome:
+def train(run: Composition, *, notice: Callable[[str], None], console: Console | None = None) -> Outcome:
     """Train from where the run stands to its end, or to where the user stops it.
 
     Args:
         run: from `compose`.
         notice: hears what the user should know at once.
+        console: where progress is shown; standard error if unset.
 
     Raises:
         StageError: a stage failed; the run goes on from its newest checkpoint when started again.
@@ -145,7 +148,12 @@ def train(run: Composition, *, notice: Callable[[str], None]) -> Outcome:
         "bucket_edges": first_plan.edges.tolist(),
     }
     observer = open_observer(
-        run.settings.observe, run.run_dir, total_steps=len(run.orders), header=header, first_step=run.first_step
+        run.settings.observe,
+        run.run_dir,
+        total_steps=len(run.orders),
+        header=header,
+        first_step=run.first_step,
+        console=console,
     )
     engine = _inline if run.settings.flow.mode == "inline" else _pipeline
     last, status = run.first_step, "failed: unforeseen"

@@ -55,7 +55,7 @@ def run(argv: Sequence[str]) -> int:
     _headline(3, "train", "a target process and a drafter process, joined by the buffer pool")
     _evaluate_once(composition.run_dir, settings, step=0, title="before training")
     show_run(composition)
-    outcome = train(composition, notice=lambda text: frame.stderr.print(f"[bold yellow]{escape(text)}[/]"))
+    outcome = train(composition, notice=frame.notice, console=frame.stderr)
     if outcome.stopped:
         frame.stderr.print(f"stopped at step {outcome.step}; go on with: paceline demo --run-dir {settings.run_dir}")
         return 0

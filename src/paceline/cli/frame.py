@@ -92,6 +92,11 @@ def read_settings(path: str, overrides: dict[str, str]) -> Settings:
     return load_settings(path, overrides)
 
 
+def notice(text: str) -> None:
+    """Something that the user should know at once."""
+    stderr.print(f"[bold yellow]{escape(text)}[/]")
+
+
 def write_json(value: Any) -> None:
     """One JSON document on standard output."""
     sys.stdout.write(json.dumps(value, indent=2, sort_keys=False) + "\n")

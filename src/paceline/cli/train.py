@@ -68,7 +68,7 @@ def train_run(settings: Settings) -> Outcome:
 
     composition = compose(settings)
     show_run(composition)
-    outcome = train(composition, notice=lambda text: frame.stderr.print(f"[bold yellow]{escape(text)}[/]"))
+    outcome = train(composition, notice=frame.notice, console=frame.stderr)
     where = escape(str(composition.run_dir))
     if outcome.stopped:
         frame.stderr.print(
