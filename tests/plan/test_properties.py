@@ -158,6 +158,35 @@ def test_every_strategy_but_sorted_composes_anew_each_epoch(strategy):
             assert len(other & mates[0]) < 0.02 * len(mates[0])
 
 
+@pytest.mark.parametrize("limit", [{"max_samples": 9}, {"draft_position_budget": 300}, {"attention_length": 900}])
+def test_large_packings_keep_every_budget_too(limit):
+    lengths = np.random.default_rng(0).integers(20, 400, 12_000)
+    config = PlanConfig(strategy="packed", token_budget=4096, width_multiple=1, **limit)
+    shape = {"num_anchors": 20, "block_size": 2, "seed": 0, "epoch": 0}
+    made = plan_epoch(lengths, None, config, **shape)
+    check_budgets(made, lengths, None, config, shape)
+    assert np.array_equal(np.sort(made.composition.order), np.arange(12_000))
+
+
+def test_large_packings_leave_hardly_a_gap():
+    lengths = np.random.default_rng(0).integers(20, 400, 40_000)
+    config = PlanConfig(strategy="packed", token_budget=4096)
+    made = plan_epoch(lengths, None, config, num_anchors=8, block_size=4, seed=0, epoch=0)
+    assert lengths.sum() / (made.num_batches * 4096) > 0.998
+
+
+def test_mixed_batches_cross_every_edge():
+    lengths = np.random.default_rng(0).integers(1, 400, 4_000)
+    config = PlanConfig(strategy="mixed", edges=[100, 200, 300, 400], token_budget=4096, mixed_span=2)
+    made = plan_epoch(lengths, None, config, num_anchors=8, block_size=4, seed=0, epoch=0)
+    met = {
+        frozenset(np.searchsorted([100, 200, 300, 400], lengths[made.rows(index)]).tolist())
+        for index in range(made.num_batches)
+    }
+    assert {frozenset({0, 1}), frozenset({1, 2}), frozenset({2, 3})} <= met
+    assert all(max(kinds) - min(kinds) < 2 for kinds in met)
+
+
 def test_registries_hold_what_the_settings_name():
     assert tuple(STRATEGIES) == get_args(Strategy)
     assert tuple(SCHEDULES) == get_args(Schedule)
