@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from paceline.checkpoint import rundir, store
-from paceline.config import Settings
+from paceline.config import PlanConfig, Settings
 from paceline.contracts import HostBatch, TargetFacts
 from paceline.data.store import TokenStore, open_store
 from paceline.data.tokenizer import load_tokenizer, mask_token_id
@@ -34,6 +34,7 @@ class Composition:
         run_dir: where it lives.
         facts, taps, spec: of target and drafter.
         source: the tokenised data.
+        heldout: the tokenised held-out samples, where there are any to validate on.
         orders: every optimizer step of the run.
         first_step: steps that a checkpoint already holds.
     """
@@ -44,6 +45,7 @@ class Composition:
     taps: list[int]
     spec: DrafterSpec
     source: TokenStore
+    heldout: TokenStore | None
     orders: list[StepOrder]
     first_step: int
 
@@ -91,7 +93,9 @@ def compose(settings: Settings) -> Composition:
         },
     )
     first = min(store.newest_step(run_dir), len(orders))
-    return Composition(settings, run_dir, facts, taps, spec, source, orders, first)
+    kept = settings.evaluate.validation_samples and settings.heldout_store_path.is_dir()
+    heldout = open_store(settings.heldout_store_path) if kept else None
+    return Composition(settings, run_dir, facts, taps, spec, source, heldout, orders, first)
 
 
 def epoch_plan(settings: Settings, spec: DrafterSpec, source: TokenStore, epoch: int) -> EpochPlan:
@@ -120,10 +124,10 @@ def step_orders(settings: Settings, plan_of: Callable[[int], EpochPlan]) -> list
         if limit is not None and len(places) >= limit:
             places = places[:limit]
             break
-    every = settings.checkpoint.every_steps
+    save, validate, last = settings.checkpoint.every_steps, settings.evaluate.every_steps, len(places)
     return [
-        StepOrder(step, epoch, window, batches, save=step % every == 0 or step == len(places))
-        for step, (epoch, window, batches) in enumerate(places, 1)
+        StepOrder(step, *place, save=step % save == 0 or step == last, validate=step % validate == 0 or step == last)
+        for step, place in enumerate(places, 1)
     ]
 
 
@@ -141,6 +145,25 @@ def host_batches(run: Composition, orders: Sequence[StepOrder]) -> Iterator[Host
                 num_anchors=run.settings.drafter.num_anchors,
                 pad_id=pad_id,
             )
+
+
+def validation_batches(run: Composition) -> list[HostBatch]:
+    """Host batches of the first held-out samples, the same with the same anchors in every run and at every step."""
+    if run.heldout is None:
+        return []
+    count, settings = run.settings.evaluate.validation_samples, run.settings
+    shape = {"num_anchors": settings.drafter.num_anchors, "block_size": run.spec.block_size}
+    lengths, eligible = run.heldout.lengths[:count], run.heldout.eligible[:count]
+    limits = PlanConfig(token_budget=settings.plan.token_budget, max_samples=settings.plan.max_samples, accumulate=1)
+    plan = plan_epoch(lengths, eligible, limits, **shape, seed=0, epoch=0)
+    pad_id = run.facts.pad_token_id if run.facts.pad_token_id is not None else 0
+    found = []
+    for index in range(plan.num_batches):
+        host = collate(
+            plan.batch(index), run.heldout, sample_anchors, seed=0, num_anchors=shape["num_anchors"], pad_id=pad_id
+        )
+        found.append(replace(host, planned=replace(host.planned, epoch=-1, window=-1, replica=0)))
+    return found
 
 
 def _check_devices(settings: Settings) -> None:

@@ -238,7 +238,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class GeneratedAnswer:
-    """One answer: its token ids without the token that ended it; ``stop`` where it ended by itself, ``length`` if cut."""
+    """One answer: its ids without the token that ended it; ``stop`` where it ended by itself, ``length`` if cut."""
 
     ids: tuple[int, ...]
     finish_reason: Literal["stop", "length"]

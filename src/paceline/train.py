@@ -12,6 +12,7 @@ per role joined by the hub. Both give the same weights, bit for bit, when delive
 from __future__ import annotations
 
 import functools
+import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.checkpoint import rundir, store
-from paceline.compose import Composition, epoch_plan, host_batches
+from paceline.compose import Composition, epoch_plan, host_batches, validation_batches
 from paceline.config import Settings
 from paceline.contracts import FeatureBatch, HostBatch, StepReport
 from paceline.drafter.spec import DrafterSpec
@@ -178,6 +179,7 @@ def train(run: Composition, *, notice: Callable[[str], None], console: Console |
 
 
 def _inline(run: Composition, orders: Sequence[StepOrder], stop: Callable[[], bool]) -> Iterator[StepReport]:
+    from paceline.drafter.worker import with_validation
     from paceline.target.guard import guard_first_batch
     from paceline.target.load import load_target
 
@@ -187,6 +189,7 @@ def _inline(run: Composition, orders: Sequence[StepOrder], stop: Callable[[], bo
     build = recipe(run)
     learner = build()
     batches = host_batches(run, orders)
+    validation = [tapped(host) for host in validation_batches(run)]
     began = time.perf_counter()
     for order in orders:
         spent = {"target/busy": 0.0, "drafter/busy": 0.0}
@@ -200,6 +203,8 @@ def _inline(run: Composition, orders: Sequence[StepOrder], stop: Callable[[], bo
             step=order.step, epoch=order.epoch, window=order.window, seconds=now - began, waits_s=spent
         )
         began = now
+        if order.validate and validation:
+            report = with_validation(report, learner.validate(validation))
         stopping = stop()
         if order.save or stopping:
             build.save(order.step, learner.state_dict())
@@ -230,7 +235,10 @@ def _pipeline(run: Composition, orders: Sequence[StepOrder], stop: Callable[[], 
     ranks = len(flow.drafter_devices)
     meeting = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if ranks > 1 else None
     workers: list[Worker] = []
-    feed = Prefetcher(host_batches(run, orders), flow.prefetch_batches * len(flow.target_devices))
+    validation = validation_batches(run)
+    opening = [StepOrder(0, -1, -1, range(len(validation)), save=False)] if validation else []
+    hosts = itertools.chain(validation, host_batches(run, orders))
+    feed = Prefetcher(hosts, flow.prefetch_batches * len(flow.target_devices))
     try:
         for number, device in enumerate(flow.target_devices):
             arguments = (settings.target, run.taps, device, pool)
@@ -244,7 +252,7 @@ def _pipeline(run: Composition, orders: Sequence[StepOrder], stop: Callable[[], 
             workers[-ranks:],
             num_buffers=flow.pool_buffers,
             feed=feed,
-            orders=orders,
+            orders=[*opening, *orders],
             delivery=flow.delivery,
             stall_limit_s=flow.stall_limit_s,
             stop_requested=stop,

@@ -134,6 +134,28 @@ def test_teacher_distributions_cross_the_pipeline_unchanged(make_run: MakeRun) -
     assert not same(weights(run_dir_of(plain), 4), weights(run_dir_of(inline), 4))
 
 
+def test_validation_measures_the_same_in_both_modes_and_changes_nothing(
+    make_run: MakeRun, demo_assets: Path, tmp_path: Path
+) -> None:
+    heldout = {"heldout": [str(demo_assets / "heldout.jsonl")], "store": str(tmp_path / "own")}
+    evaluate = {"every_steps": 2, "validation_samples": 6}
+    inline = make_run("inline", data=heldout, evaluate=evaluate, train={"max_steps": 4})
+    pipeline = make_run("pipeline", data=heldout, evaluate=evaluate, train={"max_steps": 4}, flow={"mode": "pipeline"})
+    assert main(["train", str(inline)]) == 0
+    assert main(["train", str(pipeline)]) == 0
+    without = make_run("without", data=heldout, evaluate={"validation_samples": 0}, train={"max_steps": 4})
+    assert main(["train", str(without)]) == 0
+    found = [
+        {line["step"]: line["values"].get("validation/loss") for line in metric_lines(run_dir_of(run))}
+        for run in (inline, pipeline)
+    ]
+    assert found[0] == found[1]
+    assert [step for step, value in found[0].items() if value is not None] == [2, 4]
+    assert found[0][4] < found[0][2]
+    assert same(weights(run_dir_of(inline), 4), weights(run_dir_of(without), 4))
+    assert same(weights(run_dir_of(inline), 4), weights(run_dir_of(pipeline), 4))
+
+
 def test_the_loss_falls_and_the_weights_move(make_run: MakeRun) -> None:
     settings = make_run()
     assert main(["train", str(settings)]) == 0

@@ -143,6 +143,22 @@ def score_answers(store: str, settings: Settings, count: int) -> OnPolicyReport:
     return on_policy(opened, rows, score, block_size=settings.drafter.block_size, progress=lambda _: next(told, None))
 
 
+def prepare_heldout(settings: Settings) -> PrepareReport:
+    """Tokenise the held-out files beside the store, to measure the drafter on while it trains."""
+    from paceline.data.prepare import prepare
+    from paceline.drafter.anchors import count_eligible
+
+    return prepare(
+        settings.data.heldout,
+        settings.heldout_store_path,
+        settings.target.path,
+        settings.data.model_copy(update={"heldout": [], "duplicates": "keep"}),
+        count_eligible=count_eligible,
+        trust_remote_code=settings.target.trust_remote_code,
+        replace=True,
+    )
+
+
 def render(report: PrepareReport, coverage: AnchorCoverage | None = None) -> Text:
     """The report for a terminal; with what the anchor cap leaves where that is given."""
     from paceline.data.report import NOTES, REASONS

@@ -82,11 +82,13 @@ def train_run(settings: Settings) -> Outcome:
 
 def ready_store(settings: Settings) -> None:
     """Prepare the chats of a new run; check the store of one that goes on."""
-    from paceline.cli.prepare import prepare_run, render
+    from paceline.cli.prepare import prepare_heldout, prepare_run, render
     from paceline.data.prepare import check_store
 
     if settings.data.train and not is_run_directory(Path(settings.run_dir)):
         frame.stderr.print(render(prepare_run(settings)))
+        if settings.data.heldout:
+            prepare_heldout(settings)
     else:
         target = settings.target
         check_store(settings.store_path, target.path, settings.data, trust_remote_code=target.trust_remote_code)

@@ -114,6 +114,10 @@ class EvaluateConfig(Section):
     """Longest answer."""
     dtype: Literal["float64", "float32", "bfloat16"] = "float32"
     """Compute type of the decode loop. In float64 the output must equal greedy decoding exactly."""
+    every_steps: int = Field(default=200, ge=1)
+    """Optimizer steps between measurements on held-out samples during training; the last step always measures."""
+    validation_samples: int = Field(default=64, ge=0)
+    """Held-out samples measured during training, always the same with the same anchors; 0 measures none."""
 
 
 class Settings(Section):
@@ -150,3 +154,8 @@ class Settings(Section):
     def store_path(self) -> Path:
         """Folder of the tokenised store."""
         return Path(self.data.store) if self.data.store else Path(self.run_dir) / "store"
+
+    @property
+    def heldout_store_path(self) -> Path:
+        """Folder of the tokenised held-out samples, beside the store."""
+        return self.store_path.with_name(self.store_path.name + "-heldout")

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
-from paceline.contracts import FeatureBatch
+from paceline.contracts import FeatureBatch, Ratio, StepReport
 from paceline.drafter.learner import Learner
 from paceline.flow.messages import (
     BufferReleased,
     CloseWindow,
     DrafterTask,
+    KeepTask,
     SaveState,
     StateSaved,
     WindowClosed,
 )
 from paceline.flow.pool import BufferPool
+
+
+def with_validation(report: StepReport, found: Mapping[str, Ratio]) -> StepReport:
+    """The report with the metrics of the validation batches under ``validation/``."""
+    named = {f"validation/{name}": ratio for name, ratio in found.items()}
+    return replace(report, ratios={**report.ratios, **named})
 
 
 class DrafterStage:
@@ -34,19 +42,26 @@ class DrafterStage:
         self._learner = build()
         self._pool, self._save = pool, save
         self._step_ended = time.perf_counter()
+        self._validation: list[FeatureBatch] = []
 
     def handle(self, message: Any) -> Iterator[Any]:
         """Accumulate a batch, close a window, or write a checkpoint."""
-        if isinstance(message, DrafterTask):
+        if isinstance(message, (DrafterTask, KeepTask)):
             tokens = int(message.host.lengths.sum())
             features, last = self._pool.view(message.buffer, tokens), self._pool.last_view(message.buffer, tokens)
-            self._learner.accumulate(FeatureBatch(message.host, features, last))
+            if isinstance(message, KeepTask):
+                kept = None if last is None else last.clone()
+                self._validation.append(FeatureBatch(message.host, features.clone(), kept))
+            else:
+                self._learner.accumulate(FeatureBatch(message.host, features, last))
             yield BufferReleased(message.buffer)
         elif isinstance(message, CloseWindow):
             order, now = message.order, time.perf_counter()
             report = self._learner.step(
                 step=order.step, epoch=order.epoch, window=order.window, seconds=now - self._step_ended, waits_s={}
             )
+            if order.validate and self._validation:
+                report = with_validation(report, self._learner.validate(self._validation))
             self._step_ended = time.perf_counter()
             yield WindowClosed(report)
         elif isinstance(message, SaveState):

@@ -22,6 +22,7 @@ from paceline.flow.messages import (
     DrafterTask,
     Failed,
     FeaturesReady,
+    KeepTask,
     Ready,
     Reply,
     SaveState,
@@ -154,7 +155,10 @@ class Hub:
             if key is not None:
                 task = self._computed.pop(key)
                 self._missing.remove(key)
-                self._drafters[task.host.planned.replica].send(task)
+                if self._open.step:
+                    self._drafters[task.host.planned.replica].send(task)
+                else:
+                    self._drafters[0].send(KeepTask(task.host, task.buffer))
             elif self._missing:
                 return
             if not self._missing:
@@ -162,6 +166,8 @@ class Hub:
 
     def _close(self, order: StepOrder) -> None:
         self._open = None
+        if not order.step:
+            return
         self._closing[order.step] = []
         self.last_step = order.step
         for worker in self._drafters:

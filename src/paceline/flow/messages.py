@@ -17,6 +17,9 @@ class StepOrder:
         epoch, window: where in the plan.
         batches: plan indices of the epoch that make up the window, ascending.
         save: whether a checkpoint follows the step.
+        validate: whether the step's report holds the metrics of the validation batches too.
+
+    Step 0 is no step: its batches are the validation batches, which the drafter keeps.
     """
 
     step: int
@@ -24,6 +27,7 @@ class StepOrder:
     window: int
     batches: range
     save: bool
+    validate: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +48,14 @@ class FeaturesReady:
 @dataclass(frozen=True, slots=True)
 class DrafterTask:
     """For a drafter rank: learn from this batch, whose features are in the buffer."""
+
+    host: HostBatch
+    buffer: int
+
+
+@dataclass(frozen=True, slots=True)
+class KeepTask:
+    """For a drafter rank: keep this batch and its features for validation."""
 
     host: HostBatch
     buffer: int
@@ -126,11 +138,13 @@ class Reply:
 
 def describe(message: Any) -> str:
     """A task in words, for faults: batch and samples."""
-    if isinstance(message, (TargetTask, DrafterTask)):
+    if isinstance(message, (TargetTask, DrafterTask, KeepTask)):
         planned = message.host.planned
         rows = [int(row) for row in planned.rows[:6]]
         more = f" and {len(planned.rows) - 6} more" if len(planned.rows) > 6 else ""
-        return f"batch {planned.index} of epoch {planned.epoch} (samples {', '.join(map(str, rows))}{more})"
+        kind = "batch" if planned.epoch >= 0 else "validation batch"
+        where = f" of epoch {planned.epoch}" if planned.epoch >= 0 else ""
+        return f"{kind} {planned.index}{where} (samples {', '.join(map(str, rows))}{more})"
     if isinstance(message, CloseWindow):
         return f"optimizer step {message.order.step}"
     if isinstance(message, SaveState):

@@ -41,6 +41,7 @@ _PLACEHOLDERS = {
     "term": r"[A-Za-z0-9_.-]+",
     "tap": r"\d+",
     "tag": r"[A-Za-z0-9_.:-]+",
+    "metric": r"[a-z0-9_]+(?:/[a-z0-9_]+)?",
 }
 
 
@@ -103,6 +104,14 @@ CATALOGUE: tuple[Metric, ...] = (
     Metric("tree/surrogate_{nodes}", "token", "depth that the drafter itself expects of that tree", _BLOCKS, "ratio"),
     Metric("tree/tau_{nodes}", "token", "1 + mean tree streak", _BLOCKS, "ratio", "higher"),
     Metric("tree/temperature", "1", "of the logits, at which surrogate and streak of a tree agree", _BLOCKS, "last"),
+    # Validation.
+    Metric(
+        "validation/{metric}",
+        "1",
+        "the metric of that name on held-out samples, always the same with the same anchors",
+        "held-out validation batches",
+        "ratio",
+    ),
     # Optimizer.
     Metric("gradient/norm", "1", "gradient norm before clipping", "steps that were not skipped", "ratio"),
     Metric("gradient/norm_max", "1", "largest gradient norm before clipping", "steps that were not skipped", "max"),
