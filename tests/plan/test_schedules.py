@@ -170,6 +170,19 @@ def test_several_schedules_of_one_composition_are_the_single_plans():
         assert made.settings.schedule == name
 
 
+def test_a_leftover_that_is_split_into_a_whole_window_is_scheduled_like_the_others():
+    lengths = [1] * 9 + [2, 4]
+    config = PlanConfig(
+        token_budget=4, max_samples=4, width_multiple=1, accumulate=1, num_buckets=2, grid_class_batches=1
+    )
+    shape = {"num_anchors": 1, "block_size": 2, "replicas": 3, "epoch": 0}
+    for seed in range(20):
+        made = plan_epoch(lengths, None, config, seed=seed, **shape)
+        assert made.num_batches == 6
+        short = [int((made.buckets[list(made.window(number))] == 0).sum()) for number in range(2)]
+        assert max(short) - min(short) <= 1
+
+
 def test_short_window_is_split_evenly_between_replicas():
     lengths = np.random.default_rng(1).integers(100, 3000, 997)
     for replicas in (2, 3, 5, 8):

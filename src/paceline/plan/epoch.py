@@ -378,6 +378,8 @@ def _pooled(
         composition, leftover = evened.composition, evened.leftover(leftover)
         ranking = evened.first[ranking].astype(ranking.dtype)
         bucket, length = buckets(composition), np.repeat(length, evened.pieces)
+        if len(leftover) == settings.accumulate * replicas:  # split into a whole window: schedule it like any other
+            ranking, leftover = rank_batches(composition, bucket, length), leftover[:0]
     pool = Pool(ranking, bucket, length, len(edges), settings.accumulate, replicas, epoch)
     return composition, pool, leftover
 
