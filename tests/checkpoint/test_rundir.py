@@ -55,8 +55,9 @@ def test_a_folder_with_something_else_is_left_alone(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
 
-def test_a_folder_with_only_a_store_may_become_a_run(tmp_path: Path) -> None:
-    (tmp_path / "store").mkdir()
+def test_a_folder_with_only_stores_may_become_a_run(tmp_path: Path) -> None:
+    for name in ("store", "store-heldout", ".store.lock"):
+        (tmp_path / name).mkdir()
     rundir.open_run(settings(tmp_path), FACTS)
     assert rundir.is_run_directory(tmp_path)
 

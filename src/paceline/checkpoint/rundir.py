@@ -92,7 +92,8 @@ def open_run(settings: Settings, facts: Mapping[str, Any]) -> Path:
         return run_dir
     if run_dir.exists() and not run_dir.is_dir():
         raise RunDirectoryError(f"{run_dir}: is a file; give run_dir another name")
-    strangers = sorted(path.name for path in run_dir.iterdir() if path.name != "store") if run_dir.is_dir() else []
+    names = sorted(path.name for path in run_dir.iterdir()) if run_dir.is_dir() else []
+    strangers = [name for name in names if not name.lstrip(".").startswith("store")]
     if strangers:
         raise RunDirectoryError(
             f"{run_dir}: not empty and no run of paceline ({', '.join(strangers[:4])}); give run_dir another name"
