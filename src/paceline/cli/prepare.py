@@ -85,6 +85,9 @@ def prepare_run(settings: Settings, *, replace: bool = False) -> PrepareReport:
         }
 
         def hear(stage: str, done: int, total: int) -> None:
+            if stage == "waiting":
+                frame.notice(f"{store_path(settings)}: another process is preparing it; waiting until it is done")
+                return
             bars.update(tasks[stage], completed=done, total=total, visible=True)
 
         return prepare(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import shutil
@@ -73,6 +74,8 @@ def finish(
     for tally_file in aside.glob("part-*.json"):
         tally_file.unlink()
     _put_in_place(aside, store)
+    for stale in store.parent.glob(f".{glob.escape(store.name)}.{'[0-9a-f]' * 12}.unfinished"):
+        shutil.rmtree(stale)
     progress("finishing", 3, 3)
     return report
 

@@ -3,7 +3,7 @@
 Files are cut into pieces; each piece becomes one part of the store, written aside with its tally, in this process or
 in several. A run that was ended goes on with the pieces that are missing. At the end duplicates are found over all
 parts, the index and the manifest are written, and the folder is renamed to its place. The store's bytes do not depend
-on the number of processes.
+on the number of processes. One process at a time prepares a store; another one waits, and then finds it.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from paceline.contracts import JsonDict
 from paceline.data import store as stored
 from paceline.data.conversation import Conversation, SetAside, read_row
 from paceline.data.finish import finish
+from paceline.data.lock import store_lock
 from paceline.data.report import PrepareReport
 from paceline.data.similar import Prompts, prompt_of
 from paceline.data.sources import Piece, Source, find_files, read_piece, scan
@@ -39,7 +40,8 @@ class Progress(Protocol):
     """Hears how far preparing is."""
 
     def __call__(self, stage: str, done: int, total: int) -> None:
-        """`stage` is `reading` (bytes), `tokenising` (pieces) or `finishing` (steps)."""
+        """`stage` is `reading` (bytes), `waiting` (for another process, once), `tokenising` (pieces) or `finishing`
+        (steps)."""
         ...
 
 
@@ -80,15 +82,16 @@ def prepare(
     held_sources, held_pieces = scan(find_files(settings.heldout, "data.heldout")) if settings.heldout else ([], [])
     ingredients = _ingredients(sources, held_sources, tokenizer, settings)
     fingerprint = hashlib.blake2b(json.dumps(ingredients, sort_keys=True).encode(), digest_size=16).hexdigest()
-    if (found := _found_store(store, fingerprint, ingredients, replace=replace)) is not None:
-        return found
-    aside = store.with_name(f".{store.name}.{fingerprint[:12]}.unfinished")
-    aside.mkdir(parents=True, exist_ok=True)
-    worker = PieceWorker(
-        tokenizer_path, trust_remote_code, settings, count_eligible, str(aside), _heldout_prompts(held_pieces)
-    )
-    _tokenise_all(pieces, worker, settings.workers, aside, hear)
-    return finish(aside, store, pieces, sources, fingerprint, ingredients, settings, progress=hear)
+    with store_lock(store, lambda: hear("waiting", 0, 1)):
+        if (found := _found_store(store, fingerprint, ingredients, replace=replace)) is not None:
+            return found
+        aside = store.with_name(f".{store.name}.{fingerprint[:12]}.unfinished")
+        aside.mkdir(parents=True, exist_ok=True)
+        worker = PieceWorker(
+            tokenizer_path, trust_remote_code, settings, count_eligible, str(aside), _heldout_prompts(held_pieces)
+        )
+        _tokenise_all(pieces, worker, settings.workers, aside, hear)
+        return finish(aside, store, pieces, sources, fingerprint, ingredients, settings, progress=hear)
 
 
 def check_store(path: Path, tokenizer_path: str, settings: DataConfig, *, trust_remote_code: bool = False) -> None:
