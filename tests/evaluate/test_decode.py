@@ -39,7 +39,7 @@ def test_plain_decoding_equals_decoding_by_hand(make_pair, prompts, model_type):
 def test_speculative_output_is_the_targets_own(make_pair, prompts, model_type):
     target, network = make_pair(model_type, **FAMILIES[model_type])
     total = 0
-    for seed, prompt in enumerate(prompts[::2]):
+    for seed, prompt in enumerate(prompts[1::3]):
         whole = greedy_decode(target, prompt, max_new_tokens=50).ids
         choice = Informed(whole, seed)
         decoded = speculative_decode(target, network, prompt, max_new_tokens=40, choice=choice)
@@ -95,7 +95,7 @@ def test_length_limits_are_exact(make_pair, prompts, limit):
 def test_stop_tokens_end_an_answer_wherever_they_fall(make_pair, prompts):
     target, network = make_pair("qwen3")
     inside = 0
-    for prompt in prompts[2:6]:
+    for prompt in prompts[2:6:2]:
         whole = greedy_decode(target, prompt, max_new_tokens=40).ids
         for stop in sorted(set(whole[:30]))[::3]:
             end = whole.index(stop) + 1

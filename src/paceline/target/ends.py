@@ -90,7 +90,8 @@ def load_embedding_and_head(
     wanted = [names.get(id(embedding.weight)), names.get(id(getattr(head, "weight", None)))]
     stored = [_stored_name(files, name) for name in wanted if name is not None]
     tied = head is not None and head.weight is embedding.weight
-    if layers is None or not stored or stored[0] is None or (stored[-1] is None and not tied):
+    more = [name for name, _ in embedding.named_parameters() if name != "weight"]  # e.g. a norm of its own
+    if layers is None or more or not stored or stored[0] is None or (stored[-1] is None and not tied):
         return _load_whole(path, dtype, trust_remote_code)
     rows = _read(files, stored[0])
     other = _read(files, stored[-1]) if stored[-1] is not None and stored[-1] != stored[0] else rows
