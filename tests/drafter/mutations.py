@@ -132,8 +132,8 @@ FAULTS = (
         (
             (
                 "learner.py",
-                "total = (weights * grid(found.loss)).sum()",
-                "total = (weights * grid(found.loss)).sum() / weights.sum()",
+                "        return total\n",
+                "        return total / weights.sum()\n",
             ),
             ("learner.py", "total, weights.sum())", "total, torch.ones_like(weights.sum()))"),
         ),
@@ -143,12 +143,12 @@ FAULTS = (
         "gradient to the frozen head",
         (
             (
-                "head.py",
+                "head/own.py",
                 "ctx.mark_non_differentiable(correct)",
                 "ctx.mark_non_differentiable(correct); ctx.head = head",
             ),
             (
-                "head.py",
+                "head/own.py",
                 "(slope * gradients[0][:, None]).to(slope.dtype), None, None, None",
                 "(slope * gradients[0][:, None]).to(slope.dtype), ctx.head * 0.1, None, None",
             ),

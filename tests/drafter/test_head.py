@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import sys
+import types
+
 import numpy as np
 import pytest
 import torch
+from drafter_cases import close_window, make_batch, make_learner, small_spec
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from paceline.drafter import head as head_module
-from paceline.drafter.head import head_cross_entropy
+from paceline.config import DrafterConfig
+from paceline.drafter.head import HEADS, choose_head
+from paceline.drafter.head import own as head_module
+from paceline.drafter.head.own import head_cross_entropy
+from paceline.errors import DrafterError
 
 
 def tensors(count, size, vocabulary, dtype=torch.float32):
@@ -103,3 +110,83 @@ def test_no_tensor_of_all_logits_exists(monkeypatch, count):
     with Largest() as largest:
         head_cross_entropy(hidden, head, labels, 128)[0].sum().backward()
     assert largest.elements <= max(4096 * 8, 128 * 64, count * 8)
+
+
+@pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="this torch has no linear_cross_entropy")
+@pytest.mark.parametrize(("count", "chunk"), [(1, 10), (64, 7), (64, 1000)])
+def test_torchs_head_equals_own(count, chunk):
+    hidden, head, labels = tensors(count, 6, 101)
+    weights = torch.linspace(0.1, 2, count)
+    found = []
+    for name in ("own", "torch"):
+        losses, correct = choose_head(name, torch.device("cpu"))(hidden, head, labels, chunk)
+        found.append((losses, torch.autograd.grad((losses * weights).sum(), hidden)[0], correct))
+    for mine, its in zip(*found, strict=True):
+        torch.testing.assert_close(its, mine, rtol=1e-6, atol=1e-6)
+    assert head.grad is None
+
+
+def test_ligers_part_is_scaled_slot_by_slot(monkeypatch):
+    """A stand-in with liger's habits (one scale for all slots); its kernels themselves need a GPU."""
+
+    class Loss(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, hidden, head, labels):
+            logits = hidden @ head.T
+            ctx.save_for_backward((logits.softmax(1) - F.one_hot(labels, len(head))) @ head)
+            return F.cross_entropy(logits, labels, reduction="none")
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return ctx.saved_tensors[0] * gradient[0], None, None
+
+    def make(reduction, return_predicted_tokens):
+        assert reduction == "none" and return_predicted_tokens
+        return lambda head, hidden, labels: types.SimpleNamespace(
+            loss=Loss.apply(hidden, head, labels), predicted_tokens=(hidden @ head.T).argmax(1)
+        )
+
+    module = types.SimpleNamespace(LigerFusedLinearCrossEntropyLoss=make)
+    monkeypatch.setitem(sys.modules, "liger_kernel", types.ModuleType("liger_kernel"))
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers", types.ModuleType("liger_kernel.transformers"))
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers.fused_linear_cross_entropy", module)
+    hidden, head, labels = tensors(20, 6, 101)
+    weights = torch.linspace(0.1, 2, 20)
+    expected, right = head_cross_entropy(hidden, head, labels, 8)
+    losses, correct = HEADS["liger"](hidden, head, labels, 8)
+    torch.testing.assert_close(losses, expected, rtol=1e-6, atol=1e-6)
+    slopes = [torch.autograd.grad((each * weights).sum(), hidden)[0] for each in (losses, expected)]
+    torch.testing.assert_close(*slopes, rtol=1e-6, atol=1e-6)
+    assert torch.equal(correct, right) and head.grad is None
+    with torch.no_grad():
+        torch.testing.assert_close(HEADS["liger"](hidden, head, labels, 8)[0], expected, rtol=1e-6, atol=1e-6)
+
+
+def test_heads_that_cannot_run_are_refused_in_words(monkeypatch):
+    with pytest.raises(DrafterError, match=r"drafter\.head = liger: its kernels need a CUDA device"):
+        choose_head("liger", torch.device("cpu"))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(DrafterError, match=r"drafter.head = liger: the package is not installed; pip install"):
+        choose_head("liger", torch.device("cuda"))
+    monkeypatch.delattr(F, "linear_cross_entropy", raising=False)
+    with pytest.raises(DrafterError, match=r"drafter\.head = torch: torch .* has no chunked"):
+        choose_head("torch", torch.device("cpu"))
+    with pytest.raises(ValueError, match="rounds its losses to bfloat16"):
+        DrafterConfig(head="torch")
+
+
+@pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="this torch has no linear_cross_entropy")
+def test_a_learner_trains_alike_with_torchs_head():
+    spec = small_spec()
+    reports = []
+    for head in ("own", "torch"):
+        learner = make_learner(spec, drafter={"head": head})
+        learner.accumulate(make_batch(spec, [20, 31]))
+        reports.append((close_window(learner), [p.detach() for p in learner.network.parameters()]))
+    (mine, weights), (its, other) = reports
+    assert its.loss.value == pytest.approx(mine.loss.value, rel=1e-6)
+    assert its.ratios["accuracy/all"] == mine.ratios["accuracy/all"]
+    assert its.gradient_norm == pytest.approx(mine.gradient_norm, rel=1e-5)
+    torch.testing.assert_close(weights, other, rtol=1e-4, atol=1e-4)
+    with pytest.raises(DrafterError, match="knows cross entropy only"):
+        make_learner(spec, drafter={"head": "torch"}, objective={"terms": {"ce": 1.0, "kl": 1.0}})

@@ -25,7 +25,7 @@ from paceline.config.optimizer import OptimizerConfig
 from paceline.contracts import FeatureBatch, HostBatch, Ratio, StepReport
 from paceline.drafter.blocks import BlockTable, build_blocks
 from paceline.drafter.diagnosis import diagnose, diagnosis_ratios, spread
-from paceline.drafter.head import head_cross_entropy
+from paceline.drafter.head import choose_head
 from paceline.drafter.mixture import MixtureLosses, Teacher, head_mixture
 from paceline.drafter.network import Drafter
 from paceline.drafter.noise import add_noise, noise_ratio
@@ -77,6 +77,11 @@ class Learner:
         world: dist.ProcessGroup | None = None,
         teacher: Teacher | None = None,
     ) -> None:
+        self._cross_entropy = choose_head(drafter.head, torch.device(device))
+        if drafter.head != "own" and objective.needs_teacher:
+            raise DrafterError(
+                f"drafter.head = {drafter.head} knows cross entropy only, and objective.terms has others; use own"
+            )
         if objective.needs_teacher and teacher is None:
             raise DrafterError(
                 "objective.terms compares with the target's distributions, and no teacher was given; "
@@ -265,7 +270,7 @@ class Learner:
         labels = table.labels.reshape(-1)[table.cells]
         shares = {name: schedule.at(self.steps_done) for name, schedule in self.shares.items()}
         if set(shares) == {"ce"} and shares["ce"] == 1.0:
-            losses, right = head_cross_entropy(supervised, self._head, labels, self.settings.head_chunk)
+            losses, right = self._cross_entropy(supervised, self._head, labels, self.settings.head_chunk)
             return MixtureLosses(losses, losses.detach(), right, {"ce": losses.detach()})
         rows = last_hidden.index_select(0, self._on_device(table.teacher_rows)) if last_hidden is not None else None
         return head_mixture(supervised, self._head, labels, shares, self.teacher, rows, self.settings.head_chunk)
