@@ -81,6 +81,8 @@ def run(argv: Sequence[str]) -> int:
 
 def _source(path: Path, arguments: Arguments, overrides: Mapping[str, str]) -> tuple[Settings, int | None]:
     """Settings under which a drafter is evaluated, and its step."""
+    from paceline.data.split import heldout_files
+
     if is_run_directory(path):
         settings = read_run_settings(path, overrides)
     elif (path / "config.json").is_file():
@@ -97,8 +99,14 @@ def _source(path: Path, arguments: Arguments, overrides: Mapping[str, str]) -> t
         settings = settings.model_copy(
             update={"data": settings.data.model_copy(update={"heldout": list(arguments.prompts)})}
         )
+    elif is_run_directory(path):
+        heldout = heldout_files(settings.data.heldout, settings.store_path)
+        settings = settings.model_copy(update={"data": settings.data.model_copy(update={"heldout": heldout})})
     if not settings.data.heldout:
-        raise ConfigError(f"{path}: no prompts; its settings name no data.heldout, so give files with --prompts")
+        raise ConfigError(
+            f"{path}: no prompts; its settings name no data.heldout and no data.heldout_share, "
+            "so give files with --prompts"
+        )
     return settings, arguments.step
 
 

@@ -147,15 +147,16 @@ def score_answers(store: str, settings: Settings, count: int) -> OnPolicyReport:
 
 
 def prepare_heldout(settings: Settings) -> PrepareReport:
-    """Tokenise the held-out files beside the store, to measure the drafter on while it trains."""
+    """Tokenise the held-out chats beside the store, to measure the drafter on while it trains."""
     from paceline.data.prepare import prepare
+    from paceline.data.split import heldout_files
     from paceline.drafter.anchors import count_eligible
 
     return prepare(
-        settings.data.heldout,
+        heldout_files(settings.data.heldout, settings.store_path),
         settings.heldout_store_path,
         settings.target.path,
-        settings.data.model_copy(update={"heldout": [], "duplicates": "keep"}),
+        settings.data.model_copy(update={"heldout": [], "heldout_share": 0.0, "duplicates": "keep"}),
         count_eligible=count_eligible,
         trust_remote_code=settings.target.trust_remote_code,
         replace=True,
@@ -173,6 +174,8 @@ def render(report: PrepareReport, coverage: AnchorCoverage | None = None) -> Tex
         text.append(f"{report.store}: written\n")
     share = report.supervised_tokens / report.tokens if report.tokens else 0.0
     text.append(f"rows     {report.rows_in:,} in, {report.rows_used:,} used, {report.samples:,} samples\n")
+    if report.heldout_rows:
+        text.append(f"held out {report.heldout_rows:,} rows of {report.heldout_documents:,} documents\n")
     text.append(f"tokens   {report.tokens:,}, of them {report.supervised_tokens:,} supervised ({share:.1%})\n")
     text.append(f"anchors  {report.eligible_anchors:,} eligible positions\n")
     if coverage is not None:

@@ -84,10 +84,11 @@ def ready_store(settings: Settings) -> None:
     """Prepare the chats of a new run; check the store of one that goes on."""
     from paceline.cli.prepare import prepare_heldout, prepare_run, render
     from paceline.data.prepare import check_store
+    from paceline.data.split import heldout_files
 
     if settings.data.train and not is_run_directory(Path(settings.run_dir)):
         frame.stderr.print(render(prepare_run(settings)))
-        if settings.data.heldout:
+        if heldout_files(settings.data.heldout, settings.store_path):
             prepare_heldout(settings)
     else:
         target = settings.target

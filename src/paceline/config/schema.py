@@ -46,6 +46,9 @@ class DataConfig(Section):
     sets. `FILE#tag=code&weight=0.5` tags a file's rows and keeps half of them an epoch; 2 shows each twice."""
     heldout: list[str] = []
     """Files of chats that are never trained on; their prompts measure acceptance."""
+    heldout_share: float = Field(default=0.0, ge=0.0, lt=1.0)
+    """Share of the documents (a row's `document`, else its first question) that are never trained on; they measure
+    acceptance where `heldout` is empty."""
     store: str | None = None
     """Folder of the tokenised store. Unset: `store` inside the run directory."""
     max_length: int = Field(default=4096, ge=4)

@@ -25,6 +25,7 @@ from paceline.data.report import (
 )
 from paceline.data.similar import SIGNATURE, first_of_each, near_duplicates
 from paceline.data.sources import Piece, Source
+from paceline.data.split import join_heldout
 from paceline.data.store import FORMAT, INDEX, INDEX_SCHEMA, MANIFEST, part_name, read_table, write_table
 from paceline.data.tokenise import read_tally
 from paceline.data.warn import warnings_of
@@ -60,7 +61,8 @@ def finish(
     if not index.num_rows:
         raise DataError(_nothing_left(tally))
     write_table(index, aside / INDEX)
-    report = _report(store, fingerprint, index, tally, settings)
+    heldout = join_heldout(aside, [piece.number for piece in pieces])
+    report = _report(store, fingerprint, index, tally, settings, heldout)
     manifest = {
         "format": FORMAT,
         "fingerprint": fingerprint,
@@ -162,7 +164,14 @@ def _signatures(aside: Path, pieces: Sequence[Piece], samples: pa.Table) -> Call
     return read
 
 
-def _report(store: Path, fingerprint: str, index: pa.Table, tally: Tally, settings: DataConfig) -> PrepareReport:
+def _report(
+    store: Path,
+    fingerprint: str,
+    index: pa.Table,
+    tally: Tally,
+    settings: DataConfig,
+    heldout: tuple[int, int],
+) -> PrepareReport:
     lengths = index["length"].to_numpy()
     supervised = index["supervised"].to_numpy()
     rows = np.unique(np.stack([index["source"].to_numpy().astype(np.int64), index["line"].to_numpy()]), axis=1)
@@ -182,6 +191,8 @@ def _report(store: Path, fingerprint: str, index: pa.Table, tally: Tally, settin
         length_percentiles=length_percentiles(lengths),
         tags=_tag_totals(index, lengths, supervised),
         warnings=[],
+        heldout_rows=heldout[0],
+        heldout_documents=heldout[1],
     )
     report.warnings.extend(warnings_of(report, settings))
     return report

@@ -32,7 +32,16 @@ from paceline.data.tokenise import PieceWorker, finished, start_worker, tokenise
 from paceline.data.tokenizer import fingerprint_template, fingerprint_tokenizer, load_tokenizer
 from paceline.errors import DataError
 
-_SETTINGS = ("max_length", "on_too_long", "on_rewrite", "on_cut_answer", "duplicates", "near_duplicates", "thinking")
+_SETTINGS = (
+    "max_length",
+    "on_too_long",
+    "on_rewrite",
+    "on_cut_answer",
+    "duplicates",
+    "near_duplicates",
+    "thinking",
+    "heldout_share",
+)
 """Settings that decide what is in the store."""
 
 

@@ -31,6 +31,7 @@ REASONS = {
     "duplicate": "the same tokens came earlier",
     "near_duplicate": "nearly the same tokens came earlier",
     "heldout": "the prompt is in the held-out data",
+    "heldout_split": "its document is held out (data.heldout_share)",
     "weight": "left out by the weight of its file",
 }
 """Why a row or sample is left out."""
@@ -144,6 +145,7 @@ class PrepareReport:
         length_percentiles: percentile → tokens.
         tags: tag → samples and tokens.
         warnings: sentences for people.
+        heldout_rows, heldout_documents: rows split off by `data.heldout_share`, and the documents they belong to.
     """
 
     store: str
@@ -162,6 +164,8 @@ class PrepareReport:
     tags: Mapping[str, TagTotals]
     warnings: list[str]
     reused: bool = False
+    heldout_rows: int = 0
+    heldout_documents: int = 0
 
     def to_json(self) -> JsonDict:
         """Plain values for a JSON document."""

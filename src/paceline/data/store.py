@@ -2,6 +2,7 @@
 
     STORE/manifest.json      what it was made from, and the report
     STORE/index.arrow        one row a sample: part, row in the part, length, eligible, supervised, source, line, tags
+    STORE/heldout.jsonl      rows of held-out documents, where `data.heldout_share` asks for some
     STORE/part-000000.arrow  input_ids and loss_mask (flat start and end of the supervised spans) of some samples
 
 Everything is memory-mapped; opening reads the index's columns only. Sample ids are row numbers of the index.

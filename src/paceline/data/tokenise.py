@@ -19,6 +19,7 @@ from paceline.data.rendering import Encoder, Renderer
 from paceline.data.report import Tally
 from paceline.data.similar import Prompts, content_hash, prompt_of, signature
 from paceline.data.sources import Piece, read_piece
+from paceline.data.split import part_heldout, row_is_held_out, write_heldout
 from paceline.data.store import PART_SCHEMA, part_name, write_table
 from paceline.data.tags import conversation_tags
 from paceline.data.tokenizer import load_tokenizer
@@ -134,11 +135,18 @@ def tokenise_piece(piece: Piece) -> None:
     tokeniser: Tokeniser = _state["tokeniser"]
     tally = Tally()
     columns: dict[str, list[Any]] = {name: [] for name in PART_SCHEMA.names}
+    held: list[Any] = []
     for line, values in read_piece(piece):
+        if row_is_held_out(values, worker.settings.heldout_share):
+            tally.rows_in += 1
+            tally.leave_out("heldout_split", f"{piece.path}:{line}")
+            held.append(values)
+            continue
         for sample in usable(values, f"{piece.path}:{line}", tokeniser, worker, tally, piece.tags):
             _append(columns, sample, piece.source, line)
     folder = Path(worker.folder)
     write_table(pa.Table.from_pydict(columns, schema=PART_SCHEMA), folder / part_name(piece.number))
+    write_heldout(held, part_heldout(folder, piece.number))
     file = _tally_path(folder, piece.number)
     aside = file.with_suffix(".tally")
     aside.write_text(json.dumps(tally.to_json()), encoding="utf-8")

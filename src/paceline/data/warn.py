@@ -26,7 +26,7 @@ _PUBLISHED_ROWS = (800_000, 2_000_000)
 def warnings_of(report: PrepareReport, settings: DataConfig) -> list[str]:
     """Sentences about what was left out, what is rare, and what will not be learned."""
     found: list[str] = []
-    left_out = report.rows_in - report.rows_used
+    left_out = report.rows_in - report.rows_used - report.heldout_rows
     if report.rows_in and left_out / report.rows_in > _MANY:
         found.append(f"{left_out:,} of {report.rows_in:,} rows ({left_out / report.rows_in:.0%}) are not used")
     for note in _WORTH_SAYING:
@@ -39,6 +39,8 @@ def warnings_of(report: PrepareReport, settings: DataConfig) -> list[str]:
     if "heldout" in report.set_aside:
         count = report.set_aside["heldout"]
         found.append(f"{count.count:,} rows ask what held-out data asks and are left out (first: {count.example})")
+    if settings.heldout_share and not report.heldout_rows:
+        found.append(f"data.heldout_share {settings.heldout_share} holds out no document: there are too few")
     found += _modes(report)
     if report.lost_supervised_tokens:
         share = report.lost_supervised_tokens / (report.lost_supervised_tokens + report.supervised_tokens)

@@ -1,0 +1,84 @@
+"""Whole documents held out from training, chosen by a keyed hash: no matter in which order rows come, or who reads."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from paceline.data.conversation import Conversation, PlainText, Row, SetAside, read_row
+from paceline.data.similar import prompt_of
+
+HELDOUT = "heldout.jsonl"
+"""File of the held-out rows in a store, as they were read."""
+_KEY = b"paceline: held-out documents"
+
+
+def document_of(values: Any, row: Row) -> bytes:
+    """What a row's document is known by: its `document`, else the first question of a chat, else text or tokens."""
+    named = values.get("document") if isinstance(values, Mapping) else None
+    if named is not None:
+        return b"document " + msgspec.json.encode(named, order="sorted")
+    if isinstance(row, Conversation):
+        return b"question " + prompt_of(row)
+    if isinstance(row, PlainText):
+        return b"text " + row.text.encode("utf-8", "surrogatepass")
+    return b"tokens " + msgspec.json.encode(list(row.ids))
+
+
+def is_held_out(document: bytes, share: float) -> bool:
+    """Whether a document is among the `share` that is held out."""
+    drawn = hashlib.blake2b(document, key=_KEY, digest_size=8).digest()
+    return int.from_bytes(drawn, "little") < share * 2**64
+
+
+def row_is_held_out(values: Any, share: float) -> bool:
+    """Whether a row's document is held out; rows that cannot be read are not."""
+    if not share or isinstance(values, SetAside):
+        return False
+    try:
+        return is_held_out(document_of(values, read_row(values)), share)
+    except SetAside:
+        return False
+
+
+def part_heldout(folder: Path, number: int) -> Path:
+    """Where the held-out rows of one piece are written."""
+    return folder / f"part-{number:06d}.heldout"
+
+
+def write_heldout(rows: Sequence[Any], path: Path) -> None:
+    """Held-out rows of one piece as JSON lines; no file where there are none."""
+    if rows:
+        path.write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
+
+
+def join_heldout(folder: Path, numbers: Sequence[int]) -> tuple[int, int]:
+    """Join the held-out rows of all pieces to one file; rows and documents in it. No file where there are none."""
+    parts = [path for number in numbers if (path := part_heldout(folder, number)).exists()]
+    rows, documents = 0, set()
+    if parts:
+        with (folder / HELDOUT).open("wb") as joined:
+            for path in parts:
+                with path.open("rb") as part:
+                    shutil.copyfileobj(part, joined)
+        with (folder / HELDOUT).open("rb") as joined:
+            for line in joined:
+                values = msgspec.json.decode(line)
+                documents.add(hashlib.blake2b(document_of(values, read_row(values)), digest_size=8).digest())
+                rows += 1
+    for path in parts:
+        path.unlink()
+    return rows, len(documents)
+
+
+def heldout_files(named: Sequence[str], store: Path) -> list[str]:
+    """Files of held-out chats: those named in the settings, else what was split off when the store was made."""
+    if named:
+        return list(named)
+    split = store / HELDOUT
+    return [str(split)] if split.is_file() else []
