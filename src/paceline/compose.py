@@ -77,7 +77,7 @@ def compose(settings: Settings) -> Composition:
     Raises:
         PacelineError: one line per fault.
     """
-    _check_devices(settings)
+    _check_support(settings)
     facts, taps, spec = resolve_spec(settings)
     source = open_store(settings.store_path)
     orders = step_orders(settings, functools.partial(epoch_plan, settings, spec, source))
@@ -166,7 +166,7 @@ def validation_batches(run: Composition) -> list[HostBatch]:
     return found
 
 
-def _check_devices(settings: Settings) -> None:
+def _check_support(settings: Settings) -> None:
     faults = []
     for role, names in (
         ("target_devices", settings.flow.target_devices),
@@ -181,5 +181,10 @@ def _check_devices(settings: Settings) -> None:
                 faults.append(f"flow.{role}: {name}: no such device here; there are cpu and {count} CUDA devices")
     if settings.flow.mode == "inline" and len(settings.flow.target_devices) + len(settings.flow.drafter_devices) > 2:
         faults.append("flow.mode: inline runs one target and one drafter; list one device each or use pipeline")
+    if settings.plan.strategy == "packed":
+        faults.append(
+            "plan.strategy: packed lists several documents a bin, and the target takes one document a row; "
+            "use grid (packed plans are for forwards that keep documents apart)"
+        )
     if faults:
         raise ConfigError(*faults)
