@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -13,7 +15,7 @@ from paceline.config import ObjectiveConfig
 from paceline.config.drafter import NoiseConfig
 from paceline.contracts import FeatureBatch
 from paceline.drafter.blocks import build_blocks
-from paceline.drafter.learner import Learner
+from paceline.drafter.learner import Learner, _share_schedules
 from paceline.drafter.mixture import head_mixture
 from paceline.drafter.noise import add_noise, noise_ratio
 from paceline.errors import DrafterError
@@ -102,6 +104,24 @@ def test_shares_and_gamma_move_in_a_straight_line():
     learner.accumulate(batch)
     report = close_window(learner, 6)
     assert report.ratios["schedule/gamma"].value == 3.0
+
+
+@pytest.mark.parametrize(("shape", "midway"), [("linear", 0.25), ("cosine", (1 - math.cos(math.pi / 4)) / 2)])
+def test_shares_gamma_and_noise_follow_one_ramp(shape, midway):
+    spec = small_spec()
+    way = {"ramp": shape, "first_step": 4, "last_step": 8}
+    learner = make_learner(
+        spec,
+        drafter={"noise": {"kind": "gaussian", "ratio": 0.0, "ratio_end": 1.0, **way}},
+        objective={"gamma": 2.0, "gamma_end": 4.0, **way},
+    )
+    shares = _share_schedules(ObjectiveConfig(terms={"ce": 1.0}, terms_end={"kl": 1.0}, **way), 50)
+    for step, share in ((0, 0.0), (4, 0.0), (5, midway), (8, 1.0), (30, 1.0)):
+        assert shares["kl"].at(step) == pytest.approx(share) and shares["ce"].at(step) == pytest.approx(1 - share)
+        assert learner.gammas.at(step) == pytest.approx(2 + 2 * share)
+        assert learner.noise_ratios.at(step) == pytest.approx(share)
+    with pytest.raises(ValidationError, match="must come after first_step"):
+        ObjectiveConfig(first_step=8, last_step=8)
 
 
 LENGTHS = [20, 8, 31]
@@ -193,6 +213,8 @@ def test_diagnosis_agrees_with_plain_logits():
             assert (ratio.numerator, ratio.denominator) == (hit[:, j].sum(), table.live[:, j].sum())
     assert ratios["tree/streak_256"].value >= ratios["tree/streak_16"].value >= ratios["acceptance/streak"].value
     assert ratios["tree/streak_16"].denominator == len(host.anchors)
+    expected = ratios["tree/streak_64"].value / ratios["tree/surrogate_64"].value
+    assert ratios["tree/surrogate_ratio_64"].value == pytest.approx(expected)
     learner.accumulate(batch)
     assert not any(name.startswith(("tree", "coverage")) for name in close_window(learner, 2).ratios)
 

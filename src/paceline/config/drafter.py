@@ -6,10 +6,11 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
+from paceline.config.ramp import RampConfig
 from paceline.config.section import Section
 
 
-class NoiseConfig(Section):
+class NoiseConfig(RampConfig):
     """Noise on the features in training, against relying on their last digits; evaluation and validation have none."""
 
     kind: Literal["none", "gaussian", "uniform"] = "none"
@@ -18,18 +19,6 @@ class NoiseConfig(Section):
     """RMS of the noise as a share of the RMS of each token's features, tap by tap."""
     ratio_end: float | None = Field(default=None, ge=0)
     """The share at `last_step`, up or down. Unset: `ratio` throughout."""
-    ramp: Literal["linear", "cosine"] = "linear"
-    """Shape of the way from `ratio` to `ratio_end`."""
-    first_step: int = Field(default=0, ge=0)
-    """Optimizer step (0-based) at which the way begins."""
-    last_step: int | None = Field(default=None, ge=1)
-    """Optimizer step at which it ends. Unset: the last of the run."""
-
-    @model_validator(mode="after")
-    def _steps_ascend(self) -> NoiseConfig:
-        if self.last_step is not None and self.last_step <= self.first_step:
-            raise ValueError(f"last_step {self.last_step} must come after first_step {self.first_step}")
-        return self
 
 
 class DrafterConfig(Section):

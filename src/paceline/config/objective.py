@@ -6,12 +6,12 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from paceline.config.section import Section
+from paceline.config.ramp import RampConfig
 
 TermName = Literal["ce", "kl", "tv", "lk"]
 
 
-class ObjectiveConfig(Section):
+class ObjectiveConfig(RampConfig):
     """What the drafter minimises: a weighted sum of terms in every slot, times the slot's weight."""
 
     name: Literal["decay", "dpace"] = "decay"
@@ -19,11 +19,11 @@ class ObjectiveConfig(Section):
     terms: dict[TermName, float] = {"ce": 1.0}
     """Terms and their shares: ce (cross entropy of the label); against the target's own distributions kl, tv, lk."""
     terms_end: dict[TermName, float] | None = None
-    """Shares at the end of the run, reached in a straight line. Unset: `terms` throughout."""
+    """Shares at `last_step`. Unset: `terms` throughout."""
     gamma: float | None = Field(default=None, gt=0)
     """Decay length in slots. Unset: 7, 5, 4 for blocks of 16, 10, 8, and in proportion otherwise."""
     gamma_end: float | None = Field(default=None, gt=0)
-    """Decay length at the end of the run, reached in a straight line. Unset: the same throughout."""
+    """Decay length at `last_step`. Unset: the same throughout."""
     alpha: float = Field(default=0.5, ge=0, le=1)
     """Smoothing of D-PACE: 0 takes the drafter's probabilities as they are, 1 ignores them."""
     weighting: Literal["token", "anchor", "sample"] = "token"

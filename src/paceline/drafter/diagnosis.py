@@ -72,6 +72,7 @@ def diagnosis_ratios(sums: dict[str, np.ndarray], first: int) -> dict[str, Ratio
 
     - ``coverage/top_k_slot_j``: label among the k likeliest tokens, over supervised slots.
     - ``tree/streak_N``, ``tree/surrogate_N``: realised and expected depth, over blocks.
+    - ``tree/surrogate_ratio_N``: realised / expected depth, below 1 for a drafter that is too sure of itself.
     - ``tree/temperature``: of the logits, at which both agree over blocks that are supervised to their end.
     """
     if "coverage/live" not in sums:
@@ -84,6 +85,7 @@ def diagnosis_ratios(sums: dict[str, np.ndarray], first: int) -> dict[str, Ratio
         streaks, surrogates, blocks = (float(value) for value in sums[f"tree/{budget}"])
         ratios[f"tree/streak_{budget}"] = Ratio(streaks, blocks)
         ratios[f"tree/surrogate_{budget}"] = Ratio(surrogates, blocks)
+        ratios[f"tree/surrogate_ratio_{budget}"] = Ratio(streaks, surrogates)
     temperature = calibrated_temperature(sums["calibration"].reshape(-1, 2))
     if temperature is not None:
         ratios["tree/temperature"] = Ratio(temperature, 1.0)

@@ -35,7 +35,7 @@ from paceline.drafter.objectives.weighting import weigh
 from paceline.drafter.optimizer import MasterOptimizer
 from paceline.drafter.portions import portions
 from paceline.drafter.ranks import add_counters, add_gradients
-from paceline.drafter.schedule import Schedule
+from paceline.drafter.schedule import Schedule, ramp
 from paceline.drafter.spec import DrafterSpec
 from paceline.drafter.tally import WindowTally, bucket_totals, ratios_of
 from paceline.errors import DrafterError
@@ -103,7 +103,7 @@ class Learner:
         self.optimizer = MasterOptimizer(self.network, optimizer, total_steps)
         self.seed, self.teacher = seed, teacher
         gamma = objective.gamma or default_gamma(spec.block_size)
-        self.gammas = Schedule("linear", gamma, objective.gamma_end or gamma, 0, max(1, total_steps - 1))
+        self.gammas = ramp(objective, gamma, objective.gamma_end, total_steps)
         self.shares = _share_schedules(objective, total_steps)
         self.noise_ratios = noise_ratio(drafter.noise, total_steps)
         self.steps_done = 0
@@ -335,5 +335,4 @@ def _share_schedules(objective: ObjectiveConfig, total_steps: int) -> dict[str, 
     """Share of each term by 0-based step, for the terms that ever have one."""
     end = objective.terms if objective.terms_end is None else objective.terms_end
     both = {name: (objective.terms.get(name, 0.0), end.get(name, 0.0)) for name in (*objective.terms, *end)}
-    last = max(1, total_steps - 1)
-    return {name: Schedule("linear", *pair, 0, last) for name, pair in both.items() if any(pair)}
+    return {name: ramp(objective, *pair, total_steps) for name, pair in both.items() if any(pair)}

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from paceline.config.drafter import NoiseConfig
 from paceline.contracts import HostBatch
-from paceline.drafter.schedule import Schedule
+from paceline.drafter.schedule import Schedule, ramp
 
 _KEY = 0x6E6F6973_65000000
 """Second word of the generator's key: another stream than the anchors'."""
@@ -18,9 +18,7 @@ def noise_ratio(config: NoiseConfig, total_steps: int) -> Schedule:
     """Noise RMS over feature RMS by 0-based optimizer step."""
     if config.kind == "none":
         return Schedule("constant", 0.0, 0.0, 0, 1)
-    end = config.ratio if config.ratio_end is None else config.ratio_end
-    last = config.last_step if config.last_step is not None else max(1, total_steps - 1)
-    return Schedule(config.ramp, config.ratio, end, config.first_step, last)
+    return ramp(config, config.ratio, config.ratio_end, total_steps)
 
 
 def add_noise(

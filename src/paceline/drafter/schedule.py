@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from paceline.config.ramp import RampConfig
+
 Shape = Literal["constant", "linear", "cosine", "wsd"]
 
 WSD_DECAY = 0.2
@@ -45,3 +47,9 @@ class Schedule:
         elif self.shape == "wsd":
             share = max(0.0, (share - (1 - WSD_DECAY)) / WSD_DECAY)
         return self.start + (self.end - self.start) * share
+
+
+def ramp(config: RampConfig, start: float, end: float | None, total_steps: int) -> Schedule:
+    """From `start` to `end` (None: no way to go) between the steps of a ramp; unset, its last step is the run's."""
+    last = config.last_step if config.last_step is not None else max(1, total_steps - 1)
+    return Schedule(config.ramp, start, start if end is None else end, config.first_step, last)

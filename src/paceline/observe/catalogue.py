@@ -102,6 +102,7 @@ CATALOGUE: tuple[Metric, ...] = (
         "tree/streak_{nodes}", "token", "accepted depth of a DDTree of that node budget", _BLOCKS, "ratio", "higher"
     ),
     Metric("tree/surrogate_{nodes}", "token", "depth that the drafter itself expects of that tree", _BLOCKS, "ratio"),
+    Metric("tree/surrogate_ratio_{nodes}", "1", "realised / expected depth of that tree", _BLOCKS, "ratio"),
     Metric("tree/tau_{nodes}", "token", "1 + mean tree streak", _BLOCKS, "ratio", "higher"),
     Metric("tree/temperature", "1", "of the logits, at which surrogate and streak of a tree agree", _BLOCKS, "last"),
     # Validation.
