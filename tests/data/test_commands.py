@@ -43,6 +43,7 @@ def test_prepare_prints_what_it_did_and_what_it_left_out(settings: str, capsys: 
     assert "1  the same tokens came earlier  (first: " in text and "rows.jsonl:7)" in text
     assert "warning: 2 of 7 rows (29%) are not used" in text
     assert "100.0% of the labels in a block" in text
+    assert "5 rows × 6 epochs = 30 rows trained, less than 0.1% of the smallest recipe" in " ".join(text.split())
     assert main(["prepare", settings]) == 0
     assert "nothing to do" in capsys.readouterr().out
     assert main(["prepare", settings, "--data.max_length", "50"]) == 1

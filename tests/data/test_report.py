@@ -9,6 +9,7 @@ import pytest
 
 from paceline.data.on_policy import on_policy, streaks_of
 from paceline.data.report import PrepareReport, Tally, anchor_coverage, length_histogram, length_percentiles
+from paceline.data.use import passes_sentence
 
 
 @pytest.mark.parametrize(("num_anchors", "block_size"), [(1, 2), (2, 3), (3, 4), (9, 4)])
@@ -107,3 +108,8 @@ def test_every_supervised_token_is_scored_and_no_other() -> None:
     assert (found.rows, found.tokens, found.mean_nll) == (1, 6, 0.5) and found.greedy_share == pytest.approx(5 / 6)
     # Anchors 2, 3, 6, 7: two, one (the next is not supervised), none (7 is not the target's choice), one.
     assert found.tau_ceiling == 1 + (2 + 1 + 0 + 1) / 4
+
+
+def test_rows_and_epochs_stand_beside_published_recipes() -> None:
+    assert passes_sentence(1_600_000, 8).startswith("1,600,000 rows × 8 epochs = 12,800,000 rows trained; published")
+    assert "48,000 rows trained, 1.0% of the smallest recipe; published" in passes_sentence(8000, 6)

@@ -17,8 +17,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from paceline.data.on_policy import OnPolicyReport
-    from paceline.data.report import AnchorCoverage, Count, PrepareReport
+    from paceline.data.report import Count, PrepareReport
     from paceline.data.store import TokenStore
+    from paceline.data.use import StoreUse
 
 _SHOWN_TOKENS = 1500
 """Tokens of a sample that `--show` prints at most."""
@@ -52,13 +53,13 @@ def run(argv: Sequence[str]) -> int:
     )
     settings = frame.read_settings(arguments.settings, overrides)
     report = prepare_run(settings, replace=arguments.replace)
-    coverage = _coverage(report.store, settings)
+    use = use_of(report.store, settings)
     scored = score_answers(report.store, settings, arguments.on_policy) if arguments.on_policy else None
     if arguments.json:
-        more = {"anchors": asdict(coverage), "on_policy": asdict(scored) if scored else None}
+        more = {"anchors": asdict(use.anchors), "passes": use.passes, "on_policy": asdict(scored) if scored else None}
         frame.write_json({**report.to_json(), **more})
     else:
-        frame.stdout.print(render(report, coverage))
+        frame.stdout.print(render(report, use))
         if scored:
             frame.stdout.print(f"on policy: {scored.sentence} ({scored.mean_nll:.3f} nats a token)", markup=False)
     if arguments.show:
@@ -102,13 +103,14 @@ def prepare_run(settings: Settings, *, replace: bool = False) -> PrepareReport:
         )
 
 
-def _coverage(store: str, settings: Settings) -> AnchorCoverage:
-    from paceline.data.report import anchor_coverage
-    from paceline.data.store import open_store
+def use_of(store: str, settings: Settings) -> StoreUse:
+    """What these settings make of a store; noted in it for the HTML report."""
+    from paceline.data.use import note_use
 
     drafter = settings.drafter
-    eligible = open_store(store).eligible
-    return anchor_coverage(eligible, num_anchors=drafter.num_anchors, block_size=drafter.block_size)
+    return note_use(
+        Path(store), num_anchors=drafter.num_anchors, block_size=drafter.block_size, epochs=settings.train.epochs
+    )
 
 
 def score_answers(store: str, settings: Settings, count: int) -> OnPolicyReport:
@@ -163,8 +165,8 @@ def prepare_heldout(settings: Settings) -> PrepareReport:
     )
 
 
-def render(report: PrepareReport, coverage: AnchorCoverage | None = None) -> Text:
-    """The report for a terminal; with what the anchor cap leaves where that is given."""
+def render(report: PrepareReport, use: StoreUse | None = None) -> Text:
+    """The report for a terminal; with what the anchor cap leaves, and the passes, where that is given."""
     from paceline.data.report import NOTES, REASONS
 
     text = Text()
@@ -178,11 +180,13 @@ def render(report: PrepareReport, coverage: AnchorCoverage | None = None) -> Tex
         text.append(f"held out {report.heldout_rows:,} rows of {report.heldout_documents:,} documents\n")
     text.append(f"tokens   {report.tokens:,}, of them {report.supervised_tokens:,} supervised ({share:.1%})\n")
     text.append(f"anchors  {report.eligible_anchors:,} eligible positions\n")
-    if coverage is not None:
+    if use is not None:
+        coverage = use.anchors
         text.append(
             f"an epoch {coverage.anchors:,} anchors, {coverage.covered_labels:.1%} of the labels in a block; "
             f"{coverage.capped_samples:,} samples at the cap\n"
         )
+        text.append(f"passes   {use.passes}\n")
     text.append("lengths  " + ", ".join(f"{p} %: {n:,}" for p, n in report.length_percentiles.items()) + "\n")
     text.append(_histogram(report))
     text.append(_counts("left out", report.set_aside, REASONS))

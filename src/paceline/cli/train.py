@@ -82,12 +82,13 @@ def train_run(settings: Settings) -> Outcome:
 
 def ready_store(settings: Settings) -> None:
     """Prepare the chats of a new run; check the store of one that goes on."""
-    from paceline.cli.prepare import prepare_heldout, prepare_run, render
+    from paceline.cli.prepare import prepare_heldout, prepare_run, render, use_of
     from paceline.data.prepare import check_store
     from paceline.data.split import heldout_files
 
     if settings.data.train and not is_run_directory(Path(settings.run_dir)):
-        frame.stderr.print(render(prepare_run(settings)))
+        report = prepare_run(settings)
+        frame.stderr.print(render(report, use_of(report.store, settings)))
         if heldout_files(settings.data.heldout, settings.store_path):
             prepare_heldout(settings)
     else:

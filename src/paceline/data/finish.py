@@ -15,6 +15,7 @@ import pyarrow as pa
 from paceline.config import DataConfig
 from paceline.contracts import JsonDict
 from paceline.data.report import (
+    NOTES,
     REASONS,
     Count,
     PrepareReport,
@@ -70,6 +71,10 @@ def finish(
         "sources": [{"path": source.path, "kind": source.kind, "digest": source.digest} for source in sources],
         "num_samples": index.num_rows,
         "report": report.to_json(),
+        "words": {
+            "set_aside": {reason: REASONS[reason] for reason in report.set_aside},
+            "notes": {note: NOTES[note] for note in report.notes},
+        },
     }
     (aside / MANIFEST).write_text(json.dumps(manifest, indent=2), encoding="utf-8")
     progress("finishing", 2, 3)

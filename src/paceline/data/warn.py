@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from paceline.config import DataConfig
 from paceline.data.report import NOTES, PrepareReport
+from paceline.data.use import PUBLISHED_EPOCHS, PUBLISHED_ROWS
 
 _MANY = 0.05
 """Share of rows or samples from which a reason or note becomes a warning."""
@@ -19,8 +20,6 @@ _WORTH_SAYING = (
     "dated",
 )
 """Notes that become warnings: the first held-out prompt nearly met, the others where there are many."""
-_PUBLISHED_ROWS = (800_000, 2_000_000)
-"""Rows of the published recipes for 8B-class targets, each trained for 6 to 10 epochs."""
 
 
 def warnings_of(report: PrepareReport, settings: DataConfig) -> list[str]:
@@ -48,11 +47,11 @@ def warnings_of(report: PrepareReport, settings: DataConfig) -> list[str]:
             f"cutting at data.max_length {settings.max_length} lost {report.lost_supervised_tokens:,} supervised "
             f"tokens ({share:.1%}), among them the ends of answers"
         )
-    if report.rows_used < _PUBLISHED_ROWS[0] // 10:
-        low, high = _PUBLISHED_ROWS
+    if report.rows_used < PUBLISHED_ROWS[0] // 10:
+        (low, high), (short, long) = PUBLISHED_ROWS, PUBLISHED_EPOCHS
         found.append(
             f"{report.rows_used:,} rows are few: published drafters for 8B-class targets learn from "
-            f"{low:,} to {high:,} rows in 6 to 10 epochs"
+            f"{low:,} to {high:,} rows in {short} to {long} epochs"
         )
     return found
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from paceline.errors import RunDirectoryError
 from paceline.observe import plots
+from paceline.observe.data_section import prepared_data
 from paceline.observe.decoding import decoded_slots, decoding
 from paceline.observe.diagnosis import Finding, diagnose
 from paceline.observe.history import History, read_history
@@ -51,6 +52,7 @@ def render(run: History) -> str:
         ("loss", "Loss", _loss(run)),
         ("acceptance", "Acceptance", _acceptance(run)),
         ("evaluation", "Decoding held-out prompts", decoding(run)),
+        ("prepared", "Prepared data", prepared_data(run)),
         ("data", "Data", _data(run)),
         ("plan", "Plan and padding", _plan(run)),
         ("optimizer", "Optimizer", _plots(_gradient(run))),
