@@ -15,7 +15,7 @@ import pytest
 
 from paceline.contracts import Sampling
 from paceline.data.endpoint import Endpoint, regenerate_remote
-from paceline.data.regenerate import RegenerateSettings, cut_path
+from paceline.data.regenerate import OpenConversation, RegenerateSettings, cut_path
 from paceline.errors import DataError
 
 SETTINGS = RegenerateSettings(Sampling(64))
@@ -158,6 +158,57 @@ def test_every_prompt_is_answered_turn_by_turn(tmp_path: Path, serve: Callable[.
         "top_k": 5,
     }
     assert body["chat_template_kwargs"] == {"enable_thinking": False}
+
+
+def test_reasoning_and_tool_turns_go_back_as_the_protocol_writes_them(
+    tmp_path: Path, serve: Callable[..., Server]
+) -> None:
+    call = {"id": "c1", "function": {"name": "add", "arguments": {"a": 1}}}
+    turns = [
+        {"role": "user", "content": "question"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "2", "tool_call_id": "c1"},
+        {"role": "assistant", "content": "of another model"},
+        {"role": "user", "content": "more"},
+    ]
+    for send in (True, False):
+        server = serve()
+        settings = RegenerateSettings(Sampling(64), send_reasoning=send)
+        out = tmp_path / f"{send}.jsonl"
+        prompt = {"messages": turns, "tools": [{"type": "function"}], "chat_template_kwargs": {"x": 1}}
+        made = regenerate_remote([prompt], endpoint(server), settings, out)
+        assert made.counts.written == 1 and made.refused == []
+        first, second = server.bodies
+        assert [turn["role"] for turn in first["messages"]] == ["user", "assistant", "tool"]
+        assert first["messages"][1]["tool_calls"] == [
+            {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a":1}'}}
+        ]
+        assert first["messages"][2] == turns[2]
+        assert first["tools"] == [{"type": "function"}] and first["chat_template_kwargs"] == {"x": 1}
+        assert [turn["role"] for turn in second["messages"]] == ["user", "assistant", "tool", "assistant", "user"]
+        assert second["messages"][3]["content"] == said(first["messages"])
+        assert second["messages"][3].get("reasoning_content") == ("because" if send else None)
+        kept = rows_of(out)["question"]["messages"]
+        assert kept[:3] == turns[:3] and kept[3]["reasoning_content"] == "because"
+
+
+def test_turns_that_do_not_fit_are_not_asked(tmp_path: Path, serve: Callable[..., Server]) -> None:
+    server = serve()
+    settings = RegenerateSettings(Sampling(10), max_context_tokens=13, cut="mark")
+    prompts = [asked(number, turns=1 + number) for number in range(3)]
+    with pytest.raises(DataError, match="needs count_tokens"):
+        regenerate_remote(prompts, endpoint(server), settings, tmp_path / "out.jsonl")
+
+    def count(conversation: OpenConversation) -> int:
+        if conversation.said[0]["content"] == "question 0.0":
+            raise DataError("the chat template refuses it")
+        return len(conversation.said)
+
+    made = regenerate_remote(prompts, endpoint(server), settings, tmp_path / "out.jsonl", count_tokens=count)
+    assert made.refused == ["the chat template refuses it"] and (made.counts.written, made.counts.cut) == (2, 1)
+    rows = rows_of(tmp_path / "out.jsonl")
+    assert [len(rows[f"question {number}.0"]["messages"]) for number in (1, 2)] == [4, 4]
+    assert rows["question 2.0"]["finish_reason"] == "length" and len(server.bodies) == 4
 
 
 @pytest.mark.parametrize("fault", ["429", "500", "503", "truncated", "half", "gone"])

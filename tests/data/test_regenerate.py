@@ -188,6 +188,55 @@ def test_template_variables_reach_the_template(tmp_path):
     assert target.batches == [["<user>a</><assistant>!"]]
 
 
+CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+WITH_TOOLS = [
+    {"role": "user", "content": "a"},
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    {"role": "tool", "content": "two", "tool_call_id": "c1"},
+    {"role": "tool", "content": "three"},
+    {"role": "assistant", "content": "of another model"},
+    {"role": "user", "content": "b"},
+]
+
+
+def test_calls_and_results_of_tools_stay_and_texts_are_made_anew(tmp_path):
+    target = Echo()
+    prompts = [{"messages": WITH_TOOLS, "tools": [{"name": "add"}]}, {"messages": WITH_TOOLS}]
+    report = regenerate(prompts, target, TOKENIZER, RegenerateSettings(GREEDY), tmp_path / "out.jsonl")
+    asked = "<user>a</><assistant></><tool>two</><tool>three</><assistant>"
+    assert target.batches == [[asked] * 2, [f"{asked}A</><user>b</><assistant>"] * 2]
+    assert report.written == 2 and report.repeated == 0
+    for made in read(tmp_path / "out.jsonl"):
+        assert [turn["content"] for turn in made["messages"]] == ["a", "", "two", "three", "A", "b", "B"]
+        assert made["messages"][1:4] == WITH_TOOLS[1:4]
+        assert made["answer_tokens"] == [1, 1]
+
+
+def test_a_question_that_does_not_fit_goes_with_its_tool_turns(tmp_path):
+    longest = len("<user>b</><assistant>B</>") + GREEDY.max_new_tokens
+    prompt = {"messages": [{"role": "user", "content": "b"}, *WITH_TOOLS[:4]]}
+    settings = RegenerateSettings(GREEDY, cut="mark", max_context_tokens=longest)
+    regenerate([prompt], Echo(), TOKENIZER, settings, tmp_path / "out.jsonl")
+    assert [turn["content"] for turn in read(tmp_path / "out.jsonl")[0]["messages"]] == ["b", "B"]
+
+
+def test_a_row_sets_its_own_template_variables(tmp_path):
+    target = Echo()
+    settings = RegenerateSettings(GREEDY, template={"hint": "!"})
+    prompts = [row("a", chat_template_kwargs={"hint": "?"}), row("b")]
+    regenerate(prompts, target, TOKENIZER, settings, tmp_path / "out.jsonl")
+    assert target.batches == [["<user>a</><assistant>?", "<user>b</><assistant>!"]]
+
+
+def test_a_row_that_the_template_refuses_is_passed_over(tmp_path):
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = (
+        "{% if messages[0]['content'] == 'bad' %}{{ raise_exception('no') }}{% endif %}" + TEMPLATE
+    )
+    report = regenerate([row("bad"), row("a")], Echo(), tokenizer, RegenerateSettings(GREEDY), tmp_path / "out.jsonl")
+    assert report.written == 1 and len(report.refused) == 1 and "the chat template refuses it (no)" in report.refused[0]
+
+
 def test_an_output_of_other_settings_is_refused(tmp_path):
     output = tmp_path / "out.jsonl"
     regenerate([row("a")], Echo(), TOKENIZER, RegenerateSettings(GREEDY), output)
@@ -202,6 +251,7 @@ def test_an_output_of_other_settings_is_refused(tmp_path):
         ({"text": "a"}, "prompt 2: no `messages`"),
         ({"messages": []}, "prompt 2: no `messages`"),
         ({"messages": [{"role": "tool", "content": "a"}]}, "prompt 2, message 0: role 'tool'"),
+        ({"messages": [{"role": "user", "content": "a"}, WITH_TOOLS[1]]}, "prompt 2: no user message"),
         ({"messages": [{"role": "user", "content": None}]}, "prompt 2, message 0: role 'user'"),
         ({"messages": ["a"]}, "prompt 2, message 0: role None"),
         ({"messages": [{"role": "system", "content": "a"}]}, "prompt 2: no user message"),

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
     from paceline.contracts import GenerateAnswers, Sampling
-    from paceline.data.regenerate import RegenerateSettings
+    from paceline.data.regenerate import OpenConversation, RegenerateSettings
 
 
 @dataclass
@@ -115,13 +115,19 @@ def _local(arguments: Arguments, sampling: Sampling, passed_over: list[str]) -> 
     generate = _generator(arguments, tokenizer)
     with _bars() as bars:
         told = bars.track(rows, description="prompts")
-        return asdict(regenerate(told, generate, tokenizer, _settings(arguments, sampling), arguments.out))
+        counts = asdict(regenerate(told, generate, tokenizer, _settings(arguments, sampling), arguments.out))
+    passed_over.extend(counts.pop("refused"))
+    return counts
 
 
 def _remote(arguments: Arguments, sampling: Sampling, passed_over: list[str]) -> dict[str, Any]:
     import os
+    import threading
+    from dataclasses import replace
 
     from paceline.data.endpoint import Endpoint, regenerate_remote
+    from paceline.data.regenerate import prompt_tokens
+    from paceline.data.tokenizer import chat_template, load_tokenizer
 
     key = os.environ.get(arguments.key_variable) if arguments.key_variable else None
     if arguments.key_variable and not key:
@@ -131,12 +137,22 @@ def _remote(arguments: Arguments, sampling: Sampling, passed_over: list[str]) ->
         arguments.endpoint, arguments.model, key, arguments.in_flight, arguments.timeout_s, arguments.attempts
     )
     rows = list(_prompts(arguments, passed_over))
+    tokenizer: Any = load_tokenizer(arguments.target, arguments.trust_remote_code)
+    reads_reasoning = "reasoning_content" in (chat_template(tokenizer) or "")
+    settings = replace(_settings(arguments, sampling), send_reasoning=reads_reasoning)
+    one_at_a_time = threading.Lock()
+
+    def count_tokens(conversation: OpenConversation) -> int:
+        with one_at_a_time:  # a tokenizer is not made for several threads
+            return len(prompt_tokens(conversation, tokenizer, settings))
+
     with _bars() as bars:
         task = bars.add_task("prompts", total=len(rows))
-        settings = _settings(arguments, sampling)
-        made = regenerate_remote(rows, endpoint, settings, arguments.out, lambda n: bars.advance(task, n))
+        made = regenerate_remote(rows, endpoint, settings, arguments.out, lambda n: bars.advance(task, n), count_tokens)
     passed_over.extend(made.refused)
-    return {**asdict(made.counts), "retries": made.retries}
+    counts = asdict(made.counts)
+    del counts["refused"]
+    return {**counts, "retries": made.retries}
 
 
 def _bars() -> Progress:
@@ -177,8 +193,9 @@ def _template(arguments: Arguments) -> dict[str, Any]:
 
 
 def _prompts(arguments: Arguments, passed_over: list[str]) -> Iterator[dict[str, Any]]:
-    """Rows that ask something in plain text; others are noted in `passed_over`."""
+    """Rows that ask something to be answered in text; others are noted in `passed_over`."""
     from paceline.data.conversation import Conversation, SetAside, read_row
+    from paceline.data.regenerate import unanswerable
     from paceline.data.sources import read_rows
 
     for where, values in read_rows(arguments.prompts, "prompts"):
@@ -188,8 +205,8 @@ def _prompts(arguments: Arguments, passed_over: list[str]) -> Iterator[dict[str,
             row = read_row(values, answered=False)
             if not isinstance(row, Conversation):
                 raise SetAside("no_messages", "no chat")
-            if any(turn["role"] == "tool" or not isinstance(turn["content"], str) for turn in row.messages):
-                raise SetAside("wrong_roles", "tool turns cannot be made anew")
+            if fault := unanswerable(row.messages):
+                raise SetAside("wrong_roles", fault)
         except SetAside as found:
             passed_over.append(f"{where} ({found.reason}: {found.detail})")
             continue

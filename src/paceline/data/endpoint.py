@@ -26,8 +26,10 @@ from paceline.data.regenerate import (
     RegenerateReport,
     RegenerateSettings,
     cut_path,
+    fits,
     open_conversations,
     rows_there,
+    template_variables,
     write_row,
 )
 from paceline.errors import DataError
@@ -216,6 +218,7 @@ def regenerate_remote(
     settings: RegenerateSettings,
     output: Path,
     progress: Callable[[int], None] | None = None,
+    count_tokens: Callable[[OpenConversation], int] | None = None,
 ) -> RemoteReport:
     """Answer every prompt that the output does not hold yet with a server, and add the conversations to it.
 
@@ -225,15 +228,19 @@ def regenerate_remote(
         settings: sampling, what becomes of cut answers, template variables; `batch_size` is not used.
         output: JSON lines file, made or continued; written in the order in which answers come.
         progress: hears of every finished row (1 each).
+        count_tokens: tokens of a conversation with its generation prompt; called from many threads, and needed where
+            `settings.max_context_tokens` is set.
 
     Each row: as `regenerate` writes it, with `model`, and `reasoning_content` in the turns where the server gave it.
 
     Raises:
         DataError: a server that cannot be used or that failed too often; what was answered is kept.
     """
+    if settings.max_context_tokens is not None and count_tokens is None:
+        raise DataError("max_context_tokens needs count_tokens: a server does not say how long a prompt is")
     client = Client(endpoint)
     try:
-        return _regenerate(prompts, client, settings, output, progress)
+        return _regenerate(prompts, client, settings, output, progress, count_tokens)
     finally:
         client.close()
 
@@ -244,6 +251,7 @@ def _regenerate(
     settings: RegenerateSettings,
     output: Path,
     progress: Callable[[int], None] | None,
+    count_tokens: Callable[[OpenConversation], int] | None,
 ) -> RemoteReport:
     endpoint = client.endpoint
     model = client.model()
@@ -271,7 +279,7 @@ def _regenerate(
         waiting: set[Future[OpenConversation | str]] = set()
         try:
             for conversation in open_conversations(prompts, done, counts):
-                waiting.add(pool.submit(_ask, conversation, client, model, settings))
+                waiting.add(pool.submit(_ask, conversation, client, model, settings, count_tokens))
                 # Twice as many as are under way, so that no thread waits for the reading of rows.
                 if len(waiting) >= 2 * endpoint.in_flight:
                     ready, waiting = wait(waiting, return_when=FIRST_COMPLETED)
@@ -304,11 +312,23 @@ def _keep(
 
 
 def _ask(
-    conversation: OpenConversation, client: Client, model: str, settings: RegenerateSettings
+    conversation: OpenConversation,
+    client: Client,
+    model: str,
+    settings: RegenerateSettings,
+    count_tokens: Callable[[OpenConversation], int] | None,
 ) -> OpenConversation | str:
-    """All turns of one conversation; what the server said where it refuses."""
+    """All turns of one conversation; what the server, or the chat template, said where it refuses."""
     key = int(conversation.row_id, 16)
     while conversation.advance():
+        if settings.max_context_tokens is not None and count_tokens is not None:
+            try:
+                fitting = fits(count_tokens(conversation), settings)
+            except DataError as fault:
+                return str(fault)
+            if not fitting:
+                conversation.too_long()
+                break
         try:
             choice = client.answer(_request(conversation, model, settings), key)
             reason = choice.get("finish_reason")
@@ -321,9 +341,7 @@ def _ask(
         reasoning = message.get("reasoning_content") or message.get("reasoning")
         if reasoning:
             turn["reasoning_content"] = reasoning
-        conversation.said.append(turn)
-        conversation.answer_tokens.append(int(choice["usage"].get("completion_tokens", 0)))
-        conversation.finish_reason = reason
+        conversation.answer(turn, int(choice["usage"].get("completion_tokens", 0)), reason)
     return conversation
 
 
@@ -331,7 +349,7 @@ def _request(conversation: OpenConversation, model: str, settings: RegenerateSet
     sampling: Sampling = settings.sampling
     body: JsonDict = {
         "model": model,
-        "messages": [{"role": turn["role"], "content": turn["content"]} for turn in conversation.said],
+        "messages": [_sent(turn, settings) for turn in conversation.said],
         "max_tokens": sampling.max_new_tokens,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
@@ -339,6 +357,25 @@ def _request(conversation: OpenConversation, model: str, settings: RegenerateSet
     }
     if sampling.top_k:
         body["top_k"] = sampling.top_k
-    if settings.template:
-        body["chat_template_kwargs"] = dict(settings.template)
+    if conversation.extras.get("tools"):
+        body["tools"] = conversation.extras["tools"]
+    if variables := template_variables(conversation, settings):
+        body["chat_template_kwargs"] = variables
     return body
+
+
+def _sent(turn: JsonDict, settings: RegenerateSettings) -> JsonDict:
+    """A turn as the protocol writes it: arguments of tool calls as JSON text."""
+    keys = ("role", "content", "tool_call_id", "name", *(["reasoning_content"] if settings.send_reasoning else []))
+    sent = {key: turn[key] for key in keys if turn.get(key) is not None}
+    if turn.get("tool_calls"):
+        sent["tool_calls"] = [_sent_call(call) for call in turn["tool_calls"]]
+    return sent
+
+
+def _sent_call(call: Mapping[str, Any]) -> JsonDict:
+    function = call.get("function")
+    if not isinstance(function, Mapping) or isinstance(function.get("arguments"), str):
+        return {"type": "function", **call}
+    arguments = msgspec.json.encode(function.get("arguments") or {}).decode()
+    return {"type": "function", **call, "function": {**function, "arguments": arguments}}

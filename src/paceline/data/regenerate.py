@@ -2,7 +2,8 @@
 
 Rows in `messages` form go in; for each user turn the conversation so far is rendered with the tokenizer's chat
 template up to the assistant's turn, an injected `generate` answers whole batches, and the decoded answer is appended
-before the next turn is asked. Assistant turns that came with a row are replaced. Rows are written as JSON lines,
+before the next turn is asked. Assistant turns that came with a row are replaced; those that call tools, and what the
+tools said, stay as they are. Rows are written as JSON lines,
 each flushed, so a run that was ended continues where it stopped; torch stays on the other side of the `generate`
 door.
 """
@@ -21,13 +22,15 @@ from paceline.contracts import GenerateAnswers, GeneratedAnswer, JsonDict, Sampl
 from paceline.errors import DataError
 
 ASKING_ROLES = ("system", "developer", "user")
-"""Roles that are kept from a prompt; `assistant` turns are made anew."""
+"""Roles that are kept from a prompt; `assistant` turns are made anew, but for those that call tools."""
+_KEPT_KEYS = ("tool_calls", "tool_call_id", "name", "reasoning_content")
+"""What a kept turn of a tool, or one that calls it, has beside role and content."""
 
 
 class ChatTokenizer(Protocol):
     """What is needed of a Hugging Face tokenizer."""
 
-    def apply_chat_template(self, conversation: list[dict[str, str]], **settings: Any) -> Any:
+    def apply_chat_template(self, conversation: list[JsonDict], **settings: Any) -> Any:
         """The conversation as one string (`tokenize=False`)."""
         ...
 
@@ -52,7 +55,10 @@ class RegenerateSettings:
             one without any answer is always dropped.
         max_context_tokens: a turn whose prompt and longest answer exceed this is not asked and counts as cut; None =
             no limit.
-        template: further variables of the chat template, such as `{"enable_thinking": False}`.
+        template: further variables of the chat template, such as `{"enable_thinking": False}`; a row's own
+            `chat_template_kwargs` and `enable_thinking` win.
+        send_reasoning: whether a server gets the reasoning of earlier answers back, as `reasoning_content`: where the
+            target's chat template reads that.
     """
 
     sampling: Sampling
@@ -60,6 +66,7 @@ class RegenerateSettings:
     cut: Literal["drop", "mark"] = "drop"
     max_context_tokens: int | None = None
     template: Mapping[str, Any] = field(default_factory=dict)
+    send_reasoning: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +79,7 @@ class RegenerateReport:
         already_there: rows skipped because an earlier run had answered them.
         repeated: rows skipped because the same prompt came earlier in the same input.
         answer_tokens: tokens generated, those of cut answers included.
+        refused: rows that the chat template refuses, with what it said; only of answers in this process.
     """
 
     written: int
@@ -79,6 +87,7 @@ class RegenerateReport:
     already_there: int
     repeated: int
     answer_tokens: int
+    refused: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
@@ -87,25 +96,70 @@ class OpenConversation:
 
     row_id: str
     extras: JsonDict
-    left: list[dict[str, str]]
-    said: list[dict[str, str]] = field(default_factory=list)
+    left: list[JsonDict]
+    said: list[JsonDict] = field(default_factory=list)
     answer_tokens: list[int] = field(default_factory=list)
     finish_reason: Literal["stop", "length"] = "stop"
+    answered: int = 0
+    refused: str | None = None
 
     def advance(self) -> bool:
-        """Move turns over up to the next user turn; False when nothing is left to ask or an answer was cut."""
-        if self.finish_reason == "length":
+        """Move turns over up to the next question; False when nothing is left to ask or an answer was cut."""
+        if self.finish_reason == "length" or self.refused:
             return False
         while self.left:
             self.said.append(self.left.pop(0))
-            if self.said[-1]["role"] == "user":
+            if is_question(self.said[-1], self.left[0] if self.left else None):
                 return True
         return False
 
+    def answer(self, turn: JsonDict, num_tokens: int, finish_reason: Literal["stop", "length"]) -> None:
+        """Add an answer to what was said."""
+        self.said.append(turn)
+        self.answered = len(self.said)
+        self.answer_tokens.append(num_tokens)
+        self.finish_reason = finish_reason
 
-def prompt_id(messages: Sequence[Mapping[str, Any]]) -> str:
-    """A stable id of a prompt: 16 hex digits of a hash over roles and contents, assistant turns left out."""
-    asking = [[message["role"], message["content"]] for message in messages if message["role"] != "assistant"]
+    def too_long(self) -> None:
+        """End before a question that does not fit; what was answered before it stays."""
+        self.finish_reason = "length"
+        if self.answer_tokens:
+            del self.said[self.answered :]
+
+
+def is_question(turn: Mapping[str, Any], after: Mapping[str, Any] | None) -> bool:
+    """Whether the assistant answers a turn in text, given the kept turn after it.
+
+    It answers users and tools, but for a turn that a kept call or a further tool's result follows.
+    """
+    return turn["role"] in ("user", "tool") and (after is None or after["role"] not in ("assistant", "tool"))
+
+
+def kept_turns(messages: Iterable[Mapping[str, Any]]) -> list[JsonDict]:
+    """The turns that stay: all but the assistant's answers in text."""
+    return [dict(message) for message in messages if message["role"] != "assistant" or message.get("tool_calls")]
+
+
+def unanswerable(messages: Sequence[Mapping[str, Any]]) -> str | None:
+    """Why turns cannot be answered anew, or None."""
+    for turn, message in enumerate(messages):
+        before = messages[turn - 1] if turn else {"role": "nobody"}
+        if message["role"] == "tool" and before["role"] != "tool" and not before.get("tool_calls"):
+            return f"message {turn}: role 'tool' without a call before it"
+    kept = kept_turns(messages)
+    if not any(is_question(turn, after) for turn, after in zip(kept, [*kept[1:], None], strict=True)):
+        return "no user message; there is nothing to answer in text"
+    return None
+
+
+def prompt_id(messages: Sequence[Mapping[str, Any]], tools: Any = None) -> str:
+    """A stable id of a prompt: 16 hex digits of a hash over roles and contents of the turns that stay, and tools."""
+    asking: list[Any] = []
+    for turn in kept_turns(messages):
+        calls = [turn["tool_calls"]] if turn.get("tool_calls") else []
+        asking.append([turn["role"], turn["content"], *calls])
+    if tools:
+        asking.append(["tools", tools])
     return hashlib.sha256(msgspec.json.encode(asking)).hexdigest()[:16]
 
 
@@ -124,8 +178,8 @@ def regenerate(
     """Answer every prompt that the output does not hold yet, and add the conversations to it.
 
     Args:
-        prompts: rows with `messages` (role and content each, roles system, developer, user and assistant); other
-            keys are kept.
+        prompts: rows with `messages` (role and content each, tool calls and results where there are), `tools` and
+            `chat_template_kwargs`; other keys are kept.
         generate: answers tokenised prompts (the door `GenerateAnswers`).
         tokenizer: with a chat template.
         settings: see there.
@@ -143,10 +197,14 @@ def regenerate(
     output.parent.mkdir(parents=True, exist_ok=True)
     done = rows_there(output, settings.sampling) | rows_there(cut_path(output), settings.sampling)
     counts = {"written": 0, "cut": 0, "already_there": 0, "repeated": 0, "answer_tokens": 0}
+    refused: list[str] = []
     with output.open("ab") as kept, cut_path(output).open("ab") as cut:
         for batch in _batches(open_conversations(prompts, done, counts), settings.batch_size):
             _answer(batch, generate, tokenizer, settings)
             for conversation in batch:
+                if conversation.refused:
+                    refused.append(conversation.refused)
+                    continue
                 was_cut = conversation.finish_reason == "length"
                 dropped = was_cut and (settings.cut == "drop" or not conversation.answer_tokens)
                 write_row(cut if dropped else kept, conversation, settings.sampling)
@@ -155,7 +213,7 @@ def regenerate(
                 counts["answer_tokens"] += sum(conversation.answer_tokens)
     if not cut_path(output).stat().st_size:
         cut_path(output).unlink()
-    return RegenerateReport(**counts)
+    return RegenerateReport(**counts, refused=tuple(refused))
 
 
 def rows_there(path: Path, sampling: Sampling) -> set[str]:
@@ -191,7 +249,7 @@ def open_conversations(
     seen: set[str] = set()
     for number, row in enumerate(prompts, start=1):
         messages = _checked(number, row)
-        row_id = prompt_id(messages)
+        row_id = prompt_id(messages, row.get("tools"))
         if row_id in seen:
             counts["repeated"] += 1
             continue
@@ -200,25 +258,28 @@ def open_conversations(
             counts["already_there"] += 1
             continue
         extras = {key: value for key, value in row.items() if key != "messages"}
-        yield OpenConversation(row_id, extras, [message for message in messages if message["role"] != "assistant"])
+        yield OpenConversation(row_id, extras, kept_turns(messages))
 
 
-def _checked(number: int, row: Mapping[str, Any]) -> list[dict[str, str]]:
+def _checked(number: int, row: Mapping[str, Any]) -> list[JsonDict]:
     """The messages of a row in plain form."""
     messages = row.get("messages")
     if not isinstance(messages, list) or not messages:
         raise DataError(f"prompt {number}: no `messages`; a prompt is a row with a list of role and content")
-    plain: list[dict[str, str]] = []
+    plain: list[JsonDict] = []
     for turn, message in enumerate(messages):
         role, content = (message.get("role"), message.get("content")) if isinstance(message, dict) else (None, None)
-        if not isinstance(role, str) or role not in (*ASKING_ROLES, "assistant") or not isinstance(content, str):
+        roles = (*ASKING_ROLES, "assistant", "tool")
+        if not isinstance(role, str) or role not in roles or not isinstance(content, str):
             raise DataError(
                 f"prompt {number}, message {turn}: role {role!r}; regeneration takes text of the roles "
-                f"{', '.join((*ASKING_ROLES, 'assistant'))}: leave such rows out"
+                f"{', '.join(roles)}: leave such rows out"
             )
-        plain.append({"role": role, "content": content})
-    if not any(message["role"] == "user" for message in plain):
-        raise DataError(f"prompt {number}: no user message; there is nothing to answer")
+        kept = role == "tool" or message.get("tool_calls")
+        more = {key: message[key] for key in _KEPT_KEYS if kept and message.get(key) is not None}
+        plain.append({"role": role, "content": content, **more})
+    if fault := unanswerable(plain):
+        raise DataError(f"prompt {number}{', ' if fault.startswith('message') else ': '}{fault}")
     return plain
 
 
@@ -240,14 +301,15 @@ def _answer(
     """Ask all turns of a batch of conversations, one turn of each at a time."""
     asking = [conversation for conversation in batch if conversation.advance()]
     while asking:
-        prompts = [_prompt_tokens(conversation.said, tokenizer, settings.template) for conversation in asking]
         asked: list[tuple[OpenConversation, list[int]]] = []
-        for conversation, prompt in zip(asking, prompts, strict=True):
-            longest = len(prompt) + settings.sampling.max_new_tokens
-            if settings.max_context_tokens is not None and longest > settings.max_context_tokens:
-                conversation.finish_reason = "length"
-                if conversation.answer_tokens:
-                    conversation.said.pop()
+        for conversation in asking:
+            try:
+                prompt = prompt_tokens(conversation, tokenizer, settings)
+            except DataError as fault:
+                conversation.refused = str(fault)
+                continue
+            if not fits(len(prompt), settings):
+                conversation.too_long()
             else:
                 asked.append((conversation, prompt))
         answers = generate([prompt for _, prompt in asked], settings.sampling) if asked else []
@@ -256,18 +318,43 @@ def _answer(
         asking = [conversation for conversation, _ in asked if conversation.advance()]
 
 
-def _prompt_tokens(said: list[dict[str, str]], tokenizer: ChatTokenizer, template: Mapping[str, Any]) -> list[int]:
-    """The conversation so far as token ids, up to where the assistant speaks."""
-    text = tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True, **template)
+def fits(prompt_tokens: int, settings: RegenerateSettings) -> bool:
+    """Whether a prompt of this many tokens and the longest answer are within the context."""
+    limit = settings.max_context_tokens
+    return limit is None or prompt_tokens + settings.sampling.max_new_tokens <= limit
+
+
+def template_variables(conversation: OpenConversation, settings: RegenerateSettings) -> JsonDict:
+    """Variables of the chat template: those of the settings, and the row's own."""
+    row = conversation.extras
+    own = row.get("chat_template_kwargs")
+    switch = {"enable_thinking": row["enable_thinking"]} if isinstance(row.get("enable_thinking"), bool) else {}
+    return {**settings.template, **(own if isinstance(own, Mapping) else {}), **switch}
+
+
+def prompt_tokens(conversation: OpenConversation, tokenizer: ChatTokenizer, settings: RegenerateSettings) -> list[int]:
+    """The conversation so far as token ids, up to where the assistant speaks.
+
+    Raises:
+        DataError: the chat template refuses it.
+    """
+    from jinja2.exceptions import TemplateError
+
+    variables = template_variables(conversation, settings)
+    if conversation.extras.get("tools"):
+        variables["tools"] = conversation.extras["tools"]
+    try:
+        text = tokenizer.apply_chat_template(conversation.said, tokenize=False, add_generation_prompt=True, **variables)
+    except (TemplateError, TypeError, LookupError) as fault:
+        said = str(fault).splitlines() or [type(fault).__name__]
+        raise DataError(f"prompt {conversation.row_id}: the chat template refuses it ({said[0]})") from fault
     return list(tokenizer.encode(text, add_special_tokens=False))
 
 
 def _append(conversation: OpenConversation, answer: GeneratedAnswer, tokenizer: ChatTokenizer) -> None:
     """Add a decoded answer, special tokens kept: they are part of what the target wrote."""
     text = tokenizer.decode(list(answer.ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
-    conversation.said.append({"role": "assistant", "content": text})
-    conversation.answer_tokens.append(len(answer.ids))
-    conversation.finish_reason = answer.finish_reason
+    conversation.answer({"role": "assistant", "content": text}, len(answer.ids), answer.finish_reason)
 
 
 def write_row(file: IO[bytes], conversation: OpenConversation, sampling: Sampling) -> None:
