@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import resource
 import subprocess
 import sys
@@ -51,7 +50,7 @@ def test_half_written_checkpoints_do_not_count(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_leaves_the_checkpoint_before_and_says_so(tmp_path: Path) -> None:
-    """The kernel refuses to grow files over a limit, as a full disk does: a real write error in the middle of a file."""
+    """The kernel refuses to grow files over a limit, as a full disk does: a real error in the middle of a file."""
     store.write_checkpoint(tmp_path, 5, state(5), keep_last=1)
     script = (
         "import resource, signal, torch\n"
@@ -76,6 +75,6 @@ def test_a_full_disk_leaves_the_checkpoint_before_and_says_so(tmp_path: Path) ->
 def test_a_damaged_checkpoint_is_one_clear_line(tmp_path: Path) -> None:
     folder = store.write_checkpoint(tmp_path, 5, state(5), keep_last=1)
     with (folder / store.WEIGHTS).open("r+b") as file:
-        file.truncate(os.path.getsize(folder / store.WEIGHTS) // 2)
-    with pytest.raises(CheckpointError, match="cannot be read .* remove this checkpoint to go on from the one before"):
+        file.truncate((folder / store.WEIGHTS).stat().st_size // 2)
+    with pytest.raises(CheckpointError, match=r"cannot be read .* remove this checkpoint to go on from the one before"):
         store.read_checkpoint(tmp_path, 5)
