@@ -108,12 +108,8 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
         gate, up = ctx.saved_tensors
-        slope = torch.sigmoid(gate)
-        silu = gate * slope
-        d_up = gradients[0] * silu
-        # silu' = sigmoid + silu · (1 - sigmoid)
-        slope.add_(silu.addcmul_(silu, slope, value=-1))
-        return slope.mul_(up).mul_(gradients[0]), d_up
+        d_up = F.silu(gate).mul_(gradients[0])
+        return torch.ops.aten.silu_backward(gradients[0] * up, gate), d_up
 
 
 def rotary_table(positions: Tensor, size: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

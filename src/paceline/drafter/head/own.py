@@ -76,10 +76,16 @@ def _chunk(
     logit = torch.empty(count, dtype=kind, device=device)
     leads = torch.empty(count, dtype=torch.bool, device=device)
     summed = torch.zeros(count, head.shape[1], dtype=kind, device=device) if with_gradient else None
-    buffer = torch.empty(count * min(tile, head.shape[0]), dtype=hidden.dtype, device=device)
+    # Buffers are reused: on a CPU, fresh memory costs more than the arithmetic.
+    size = count * min(tile, head.shape[0])
+    raw = torch.empty(size, dtype=hidden.dtype, device=device)
+    same = kind == hidden.dtype
+    broad = raw if same else torch.empty(size, dtype=kind, device=device)
+    product = None if same else (torch.empty_like(hidden), torch.empty(hidden.shape, dtype=kind, device=device))
     for number, begin in enumerate(range(0, head.shape[0], tile)):
         rows = head[begin : begin + tile]
-        scores = torch.mm(hidden, rows.T, out=buffer[: count * len(rows)].view(count, len(rows))).to(kind)
+        narrow = torch.mm(hidden, rows.T, out=raw[: count * len(rows)].view(count, len(rows)))
+        scores = narrow if same else broad[: count * len(rows)].view(count, len(rows)).copy_(narrow)
         here = slice(int(edges[number]), int(edges[number + 1]))
         if here.stop > here.start:
             chosen, local = slots[here], sorted_labels[here] - begin
@@ -93,10 +99,11 @@ def _chunk(
         total.mul_(shrink).add_(scores.sum(dim=1, keepdim=True))
         if summed is not None:
             summed.mul_(shrink)
-            if scores.dtype == hidden.dtype:
+            if product is None:
                 summed.addmm_(scores, rows)
             else:
-                summed.add_(scores.to(hidden.dtype) @ rows)
+                # Adding a narrow tensor to a wide one is several times slower than widening it first.
+                summed.add_(product[1].copy_(torch.mm(narrow.copy_(scores), rows, out=product[0])))
         largest = new_largest
     correct = leads & (logit == largest[:, 0])
     if summed is not None:
