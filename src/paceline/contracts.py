@@ -110,6 +110,14 @@ class BucketTotals:
 
 
 @dataclass(frozen=True, slots=True)
+class TagTotals:
+    """What the samples with one tag contributed to one optimizer step."""
+
+    loss: Ratio
+    samples: int
+
+
+@dataclass(frozen=True, slots=True)
 class StepReport:
     """One optimizer step, as it was trained.
 
@@ -128,6 +136,9 @@ class StepReport:
         seconds: wall time since the previous step ended.
         waits_s: seconds by stage and state, e.g. ``drafter/starved``.
         max_length: longest sample of the window in tokens; 0 where it was not counted.
+        sample_losses: by plan index, (Σ weighted loss, Σ weight) of each row in planned order, float64 [B, 2].
+        rows: by plan index, the row numbers, int64 [B]; filled in by who knows the plan.
+        tags: by tag, its share of the step; filled in by who knows the tags.
     """
 
     step: int
@@ -149,6 +160,9 @@ class StepReport:
     seconds: float
     waits_s: Mapping[str, float] = field(default_factory=dict)
     max_length: int = 0
+    sample_losses: Mapping[int, np.ndarray] = field(default_factory=dict, compare=False)
+    rows: Mapping[int, np.ndarray] = field(default_factory=dict, compare=False)
+    tags: Mapping[str, TagTotals] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

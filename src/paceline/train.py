@@ -15,24 +15,27 @@ import functools
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
+from paceline.account import Account
 from paceline.checkpoint import rundir, store
 from paceline.compose import Composition, epoch_plan, host_batches, validation_batches
 from paceline.config import Settings
-from paceline.contracts import FeatureBatch, HostBatch, StepReport
+from paceline.contracts import StepReport
 from paceline.drafter.spec import DrafterSpec
 from paceline.errors import PacelineError
 from paceline.flow.hub import Hub
 from paceline.flow.messages import StepOrder
 from paceline.flow.pool import BufferPool
 from paceline.flow.prefetch import Prefetcher
+from paceline.flow.profile import PROFILE_FILE, StepProfile
 from paceline.flow.stop import StopRequest
+from paceline.flow.witness import PeakMemory
 from paceline.flow.worker import Worker
 from paceline.observe.observer import Observer, open_observer
 
@@ -158,14 +161,19 @@ def train(run: Composition, *, notice: Callable[[str], None], console: Console |
     )
     engine = _inline if run.settings.flow.mode == "inline" else _pipeline
     last, status = run.first_step, "failed: unforeseen"
+    profile = run.run_dir / PROFILE_FILE
+    profile.unlink(missing_ok=True)
     try:
+        account = Account(run)
         with StopRequest(notice) as stop:
-            for report in engine(run, orders, stop):
-                observer.step(report)
+            for report in engine(run, orders, stop, observer):
+                observer.step(account(report))
                 last = report.step
                 if run.orders[last - 1].save:
                     observer.event("checkpoint", step=last)
         status = "finished" if last == len(run.orders) else "stopped"
+        if run.settings.observe.profile_steps is not None:
+            observer.note(f"profile of the steps: {profile}" if profile.exists() else "no step was profiled")
     except KeyboardInterrupt:
         status = "interrupted"
         raise
@@ -178,7 +186,13 @@ def train(run: Composition, *, notice: Callable[[str], None], console: Console |
     return Outcome(store.newest_step(run.run_dir), len(run.orders), stopped=status == "stopped")
 
 
-def _inline(run: Composition, orders: Sequence[StepOrder], stop: Callable[[], bool]) -> Iterator[StepReport]:
+def _profile(run: Composition) -> StepProfile:
+    return StepProfile(run.settings.observe.profile_steps, run.run_dir / PROFILE_FILE)
+
+
+def _inline(
+    run: Composition, orders: Sequence[StepOrder], stop: Callable[[], bool], observer: Observer
+) -> Iterator[StepReport]:
     from paceline.drafter.worker import with_validation
     from paceline.target.guard import guard_first_batch
     from paceline.target.load import load_target
@@ -190,37 +204,55 @@ def _inline(run: Composition, orders: Sequence[StepOrder], stop: Callable[[], bo
     learner = build()
     batches = host_batches(run, orders)
     validation = [tapped(host) for host in validation_batches(run)]
+    profile, peaks = _profile(run), PeakMemory()
     began = time.perf_counter()
     for order in orders:
-        spent = {"target/busy": 0.0, "drafter/busy": 0.0}
-        for _ in order.batches:
-            features = _timed(spent, "target/busy", tapped, next(batches))
-            if order is orders[0] and not spent["drafter/busy"]:
+        timed = _Stopwatch(observer)
+        profile.before(order.step)
+        for index in order.batches:
+            host = timed("feed", f"batch {index}", next, batches)
+            features = timed("target", f"batch {index}", tapped, host)
+            if order is orders[0] and index == order.batches[0]:
                 guard_first_batch(target, features)
-            _timed(spent, "drafter/busy", learner.accumulate, features)
+            timed("drafter", f"batch {index}", learner.accumulate, features)
         now = time.perf_counter()
-        report = learner.step(
-            step=order.step, epoch=order.epoch, window=order.window, seconds=now - began, waits_s=spent
-        )
+        close = functools.partial(learner.step, step=order.step, epoch=order.epoch, window=order.window)
+        report = timed("drafter", f"optimizer step {order.step}", functools.partial(close, seconds=now - began))
         began = now
         if order.validate and validation:
-            report = with_validation(report, learner.validate(validation))
+            report = with_validation(report, timed("drafter", "validation", learner.validate, validation))
         stopping = stop()
+        profile.after(order.step, last=order is orders[-1] or stopping)
         if order.save or stopping:
-            build.save(order.step, learner.state_dict())
-        yield report
+            timed("checkpoint", f"checkpoint of step {order.step}", build.save, order.step, learner.state_dict())
+        memory = peaks.look()
+        if memory is not None and memory[1]:
+            observer.gauge("memory_peak/trainer_gpu_bytes", memory[1])
+        yield replace(report, waits_s=timed.waits_s)
         if stopping:
             return
 
 
-def _timed(spent: dict[str, float], key: str, work: Callable[[Any], Any], item: HostBatch | FeatureBatch) -> Any:
-    began = time.perf_counter()
-    result = work(item)
-    spent[key] += time.perf_counter() - began
-    return result
+class _Stopwatch:
+    """Times the stages of one step and draws their spans."""
+
+    def __init__(self, observer: Observer) -> None:
+        self._observer = observer
+        self.waits_s: dict[str, float] = {}
+
+    def __call__(self, stage: str, name: str, work: Callable[..., Any], *items: Any) -> Any:
+        began_s, began = time.time(), time.perf_counter()
+        result = work(*items)
+        spent_s = time.perf_counter() - began
+        self._observer.span(stage, "work", name, began_s, began_s + spent_s)
+        if stage != "checkpoint":
+            self.waits_s[f"{stage}/busy"] = self.waits_s.get(f"{stage}/busy", 0.0) + spent_s
+        return result
 
 
-def _pipeline(run: Composition, orders: Sequence[StepOrder], stop: Callable[[], bool]) -> Iterator[StepReport]:
+def _pipeline(
+    run: Composition, orders: Sequence[StepOrder], stop: Callable[[], bool], observer: Observer
+) -> Iterator[StepReport]:
     from paceline.drafter.worker import DrafterStage
     from paceline.target.worker import TargetStage
 
@@ -245,7 +277,7 @@ def _pipeline(run: Composition, orders: Sequence[StepOrder], stop: Callable[[], 
             workers.append(Worker(f"target {number} ({device})", TargetStage, arguments, threads=flow.threads))
         for rank, device in enumerate(flow.drafter_devices):
             build = recipe(run, rank, meeting.port if meeting else 0)
-            stage = (build, pool, build.save)
+            stage = (build, pool, build.save, None if rank else _profile(run), len(run.orders))
             workers.append(Worker(f"drafter {rank} ({device})", DrafterStage, stage, threads=flow.threads))
         hub = Hub(
             workers[:-ranks],
@@ -256,6 +288,9 @@ def _pipeline(run: Composition, orders: Sequence[StepOrder], stop: Callable[[], 
             delivery=flow.delivery,
             stall_limit_s=flow.stall_limit_s,
             stop_requested=stop,
+            witness=observer,
+            buffer_bytes=pool.num_bytes // pool.num_buffers,
+            token_bytes=(pool.columns + pool.last_columns) * pool.dtype.itemsize,
         )
         yield from hub.run()
         patience_s = 5.0

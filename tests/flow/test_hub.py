@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 import time
@@ -56,8 +57,10 @@ def joined(
     drafter_fault: tuple[str, int] = ("", -1),
     feed: Iterator[HostBatch] | None = None,
     stop: Callable[[], bool] = lambda: False,
+    witness: Notes | None = None,
+    every: int = 1000,
 ) -> Iterator[tuple[Hub, list[Worker]]]:
-    orders = orders_of(windows, accumulate)
+    orders = orders_of(windows, accumulate, every)
     items = feed or (host(i, i // accumulate, i % drafters) for i in range(windows * accumulate))
     pool = BufferPool(buffers, 1, 1, torch.float32)
     workers = [Worker(f"target {n}", stages.SimulatedTarget, (pool, n, delay_s, *target_fault)) for n in range(targets)]
@@ -77,6 +80,9 @@ def joined(
                 delivery=delivery,
                 stall_limit_s=stall_limit_s,
                 stop_requested=stop,
+                witness=witness,
+                buffer_bytes=10,
+                token_bytes=2,
             ),
             [*workers, *ranks],
         )
@@ -111,13 +117,65 @@ def test_replicas_get_their_own_batches_and_all_take_each_step() -> None:
     assert [list(report.batches) for report in reports] == [[0, 2], [4, 6], [8, 10]]
 
 
-def test_waits_are_reported_for_both_stages() -> None:
+def test_waits_are_reported_for_all_stages() -> None:
     with joined() as (hub, _):
         reports = run(hub)
-    assert set(reports[-1].waits_s) == {
-        f"{s}/{w}" for s in ("target", "drafter") for w in ("busy", "starved", "blocked")
-    }
+    workers = {f"{s}/{w}" for s in ("target", "drafter") for w in ("busy", "starved", "blocked")}
+    assert set(reports[-1].waits_s) == workers | {"feed/busy", "feed/blocked"}
     assert reports[-1].waits_s["target/busy"] > 0
+
+
+class Notes:
+    """A witness that keeps everything."""
+
+    def __init__(self) -> None:
+        self.spans: list[tuple[str, str, float, float]] = []
+        self.depths: list[dict[str, float]] = []
+        self.gauges: dict[str, list[float]] = {}
+
+    def span(self, process: str, row: str, name: str, start_s: float, end_s: float, **details: object) -> None:
+        self.spans.append((process, name, start_s, end_s))
+
+    def counter(self, process: str, name: str, at_s: float, **values: float) -> None:
+        self.depths.append(values)
+
+    def gauge(self, name: str, value: float) -> None:
+        self.gauges.setdefault(name, []).append(value)
+
+
+def test_a_witness_sees_every_piece_of_work_when_it_was_done() -> None:
+    notes = Notes()
+    began = time.time()
+    with joined(windows=3, witness=notes, every=2) as (hub, _):
+        run(hub)
+    batches = sorted(f"batch {index}" for index in range(12))
+    for stage in ("feed", "target", "drafter"):
+        names = [name for process, name, *_ in notes.spans if process.startswith(stage) and name.startswith("batch")]
+        assert sorted(names) == batches, stage
+    others = [name for process, name, *_ in notes.spans if not name.startswith("batch")]
+    assert others == ["optimizer step 1", "optimizer step 2", "checkpoint of step 2", "optimizer step 3"]
+    assert all(began <= start <= end <= time.time() for *_, start, end in notes.spans)
+    for process in {process for process, *_ in notes.spans if process != "checkpoint"}:
+        mine = sorted((start, end) for name, _, start, end in notes.spans if name == process)
+        # A worker does one thing at a time; the clocks of spans and durations differ by microseconds.
+        assert all(end <= start + 1e-3 for (_, end), (start, _) in itertools.pairwise(mine)), process
+    made, drafted = ({n: t for p, n, *t in notes.spans if p.startswith(stage)} for stage in ("target", "drafter"))
+    assert all(made[name][1] <= drafted[name][1] for name in batches)
+
+
+def test_a_witness_sees_queues_and_memory() -> None:
+    notes = Notes()
+    with joined(windows=4, buffers=3, witness=notes) as (hub, _):
+        run(hub)
+    gauges = notes.gauges
+    assert len(gauges["queue/free_buffers_items"]) == 4 and max(gauges["queue/free_buffers_items"]) <= 3
+    assert [10 * items for items in gauges["queue/free_buffers_items"]] == gauges["queue/free_buffers_bytes"]
+    # Every waiting batch of these has 8 real tokens, of 2 bytes a token here.
+    assert [16 * items for items in gauges["queue/features_items"]] == gauges["queue/features_bytes"]
+    assert gauges["queue/host_batches_items"][-1] == 0
+    assert max(depth["free_buffers"] + depth["features"] for depth in notes.depths) <= 3
+    for name in ("target_0", "target_1", "drafter_0"):
+        assert 1e6 < gauges[f"memory_peak/{name}_bytes"][0] < 1e12
 
 
 @pytest.mark.parametrize("stage", ["target", "drafter"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from paceline.config.section import Section
 
@@ -40,9 +40,23 @@ class ObserveConfig(Section):
     """A step loss this many times its usual scatter above the recent steps is an alert."""
     trace: bool = False
     """Write spans of every stage to trace.json in the run directory, which ui.perfetto.dev opens."""
+    profile_steps: list[int] | None = None
+    """First and last optimizer step that torch's profiler records, written to profile.json in the run directory."""
+    peak_tflops: dict[str, float] = {}
+    """Peak TFLOP/s of a device in its compute type, by name (cuda:0) or kind (cuda); gives the share that is used."""
     mirror_queue_lines: int = Field(default=256, ge=1)
     """Lines waiting for a slow mirror at most; beyond that the oldest are dropped for that mirror, and counted."""
     mirror_start_limit_s: float = Field(default=30.0, gt=0)
     """A mirror that has not started by then stops the run before any work."""
     mirror_close_limit_s: float = Field(default=30.0, gt=0)
     """A mirror that has not finished by then is left behind at the end of the run."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> ObserveConfig:
+        steps = self.profile_steps
+        if steps is not None and not (len(steps) == 2 and 1 <= steps[0] <= steps[1]):
+            raise ValueError(f"profile_steps: {steps} is no range of steps; write [first, last], 1-based")
+        for device, peak in self.peak_tflops.items():
+            if not peak > 0:
+                raise ValueError(f"peak_tflops: {device}: {peak:g}; a peak is above zero, leave out what is not known")
+        return self

@@ -37,7 +37,7 @@ from paceline.drafter.portions import portions
 from paceline.drafter.ranks import add_counters, add_gradients
 from paceline.drafter.schedule import Schedule, ramp
 from paceline.drafter.spec import DrafterSpec
-from paceline.drafter.tally import WindowTally, bucket_totals, ratios_of
+from paceline.drafter.tally import WindowTally, bucket_totals, ratios_of, sample_losses
 from paceline.errors import DrafterError
 
 COMPUTE_TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -214,6 +214,7 @@ class Learner:
             seconds=seconds,
             waits_s=dict(waits_s or {}),
             max_length=max_length,
+            sample_losses=sample_losses(sums),
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -238,6 +239,7 @@ class Learner:
         """Σ weighted loss of some samples, differentiable; their metrics go to the tally. None without anchors."""
         table = build_blocks(host, self.spec)
         if not len(table.rows):
+            tally.add_samples(host.planned.index, torch.zeros(len(host.lengths), 2, device=self.device))
             return None
         hidden = self._hidden(host, features, table)
         found = self._losses(hidden.flatten(0, 1), table, last_hidden)
@@ -250,9 +252,14 @@ class Learner:
         strategy = SLOT_WEIGHTS[self.objective.name]
         gamma = self.gammas.at(self.steps_done)
         weights = strategy(grid(found.cross_entropy.detach()), live, gamma, self.objective.alpha)
-        weights = weigh(weights, self._on_device(table.documents), len(host.lengths), self.objective.weighting)
-        total = (weights * grid(found.loss)).sum()
+        documents = self._on_device(table.documents)
+        weights = weigh(weights, documents, len(host.lengths), self.objective.weighting)
+        weighted = weights * grid(found.loss)
+        total = weighted.sum()
         tally.add_loss(host.planned.bucket, host.planned.index, total, weights.sum())
+        by_anchor = torch.stack([weighted.detach().sum(1), weights.sum(1)], dim=1)
+        by_sample = torch.zeros(len(host.lengths), 2, dtype=by_anchor.dtype, device=self.device)
+        tally.add_samples(host.planned.index, by_sample.index_add(0, documents, by_anchor))
         tally.add_acceptance(grid(found.correct), live)
         for name, values in found.terms.items():
             tally.add(f"term/{name}", torch.stack([values.sum(), torch.full_like(values[0], len(values))]))

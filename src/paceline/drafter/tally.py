@@ -66,6 +66,11 @@ class WindowTally:
         self.add(f"loss/{bucket}", pair)
         self.add(f"batch/{index}", pair)
 
+    def add_samples(self, index: int, losses: Tensor) -> None:
+        """(Σ weighted loss, Σ weight) [B, 2] of some samples of a micro-batch, or of one that has no more."""
+        name, values = f"rows/{index}", losses.detach().to(torch.float64).flatten()
+        self._sums[name] = torch.cat([self._sums[name], values]) if name in self._sums else values
+
     def add_acceptance(self, correct: Tensor, live: Tensor) -> None:
         """Accuracy and acceptance of blocks: whether each draft is right and whether it counts, bool [A, J]."""
         hits = correct & live
@@ -117,6 +122,15 @@ def ratios_of(sums: dict[str, np.ndarray], num_drafts: int, first: int) -> dict[
         ratios[f"accuracy/slot_{slot}"] = Ratio(float(hits[draft]), float(live[draft]))
         ratios[f"acceptance/slot_{slot}"] = Ratio(float(accepted[draft]), float(reached[draft]))
     return ratios
+
+
+def sample_losses(sums: dict[str, np.ndarray]) -> dict[int, np.ndarray]:
+    """(Σ weighted loss, Σ weight) of the samples [B, 2] of each micro-batch, by plan index."""
+    return {
+        int(name.removeprefix("rows/")): values.reshape(-1, 2)
+        for name, values in sums.items()
+        if name.startswith("rows/")
+    }
 
 
 def bucket_totals(

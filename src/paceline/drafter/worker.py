@@ -19,6 +19,7 @@ from paceline.flow.messages import (
     WindowClosed,
 )
 from paceline.flow.pool import BufferPool
+from paceline.flow.profile import StepProfile
 
 
 def with_validation(report: StepReport, found: Mapping[str, Ratio]) -> StepReport:
@@ -34,12 +35,20 @@ class DrafterStage:
         build: makes the learner, with the state of a checkpoint where the run goes on.
         pool: buffers that features are read from.
         save: writes a checkpoint: ``save(step, state)``.
+        profile: steps that are profiled.
+        last_step: of the run.
     """
 
     def __init__(
-        self, build: Callable[[], Learner], pool: BufferPool, save: Callable[[int, dict[str, Any]], None]
+        self,
+        build: Callable[[], Learner],
+        pool: BufferPool,
+        save: Callable[[int, dict[str, Any]], None],
+        profile: StepProfile | None = None,
+        last_step: int = 0,
     ) -> None:
         self._learner = build()
+        self._profile, self._last_step = profile, last_step
         self._pool, self._save = pool, save
         self._step_ended = time.perf_counter()
         self._validation: list[FeatureBatch] = []
@@ -47,6 +56,8 @@ class DrafterStage:
     def handle(self, message: Any) -> Iterator[Any]:
         """Accumulate a batch, close a window, or write a checkpoint."""
         if isinstance(message, (DrafterTask, KeepTask)):
+            if self._profile is not None:
+                self._profile.before(self._learner.steps_done + 1)
             tokens = int(message.host.lengths.sum())
             features, last = self._pool.view(message.buffer, tokens), self._pool.last_view(message.buffer, tokens)
             if isinstance(message, KeepTask):
@@ -62,6 +73,8 @@ class DrafterStage:
             )
             if order.validate and self._validation:
                 report = with_validation(report, self._learner.validate(self._validation))
+            if self._profile is not None:
+                self._profile.after(order.step, last=order.step == self._last_step)
             self._step_ended = time.perf_counter()
             yield WindowClosed(report)
         elif isinstance(message, SaveState):

@@ -33,6 +33,7 @@ from paceline.flow.messages import (
     describe,
 )
 from paceline.flow.prefetch import Prefetcher
+from paceline.flow.witness import Unobserved, Witness
 from paceline.flow.worker import Worker
 
 Key = tuple[int, int]
@@ -59,6 +60,8 @@ class Hub:
         delivery: ``ordered`` forwards in plan order, ``ready`` whatever of the open window is ready.
         stall_limit_s: a worker without a sign of progress for this long is named and the run stopped.
         stop_requested: asked between windows; True ends the run after the open window, with a checkpoint.
+        witness: sees every span of work, queue depths and memory.
+        buffer_bytes, token_bytes: size of one buffer of the pool, and of one token's features in it.
     """
 
     def __init__(
@@ -72,7 +75,13 @@ class Hub:
         delivery: Literal["ordered", "ready"],
         stall_limit_s: float,
         stop_requested: Callable[[], bool] = lambda: False,
+        witness: Witness | None = None,
+        buffer_bytes: int = 0,
+        token_bytes: int = 0,
     ) -> None:
+        self._witness: Witness = witness or Unobserved()
+        self._buffer_bytes, self._token_bytes = buffer_bytes, token_bytes
+        self._memory: dict[str, int] = {}
         self._targets, self._drafters, self._feed = list(targets), list(drafters), feed
         self._orders, self._delivery = deque(orders), delivery
         self._stall_limit_s, self._stop_requested = stall_limit_s, stop_requested
@@ -120,6 +129,7 @@ class Hub:
                 self._next_host = self._take()
             if self._next_host is None:
                 return
+            self._see_fed(self._next_host)
             worker = self._idle.popleft()
             worker.send(TargetTask(self._next_host, self._free.popleft()))
             self._next_host = None
@@ -218,6 +228,8 @@ class Hub:
 
     def _react(self, worker: Worker, reply: Reply) -> Iterator[StepReport]:
         payload = reply.payload
+        if reply.memory is not None:
+            self._see_memory(worker, *reply.memory)
         if isinstance(payload, Ready):
             worker.ready = True
             return
@@ -228,6 +240,7 @@ class Hub:
         task = worker.outstanding.popleft()
         waits = self._waits["target" if isinstance(payload, FeaturesReady) else "drafter"]
         waits.busy += reply.busy_s
+        self._see_work(worker, task, reply)
         if isinstance(payload, FeaturesReady):
             self._idle.append(worker)
             planned = task.host.planned
@@ -247,12 +260,59 @@ class Hub:
         else:
             raise StageError(f"stage {worker.name} answered {describe(task)} with {type(payload).__name__}")
 
+    def _see_fed(self, host: HostBatch) -> None:
+        index, samples = host.planned.index, len(host.lengths)
+        self._witness.span("feed", "host batches", f"batch {index}", *self._feed.made_s, samples=samples)
+
+    def _see_work(self, worker: Worker, task: Any, reply: Reply) -> None:
+        """A worker's span, and how much waits before and behind it."""
+        started_s, ended_s = reply.ended_s - reply.busy_s, reply.ended_s
+        if isinstance(task, (TargetTask, DrafterTask, KeepTask)):
+            planned = task.host.planned
+            details = {"bucket": planned.bucket, "samples": len(planned.rows), "real_tokens": planned.real_tokens}
+            name = f"batch {planned.index}"
+            self._witness.span(
+                worker.name, "work", name, started_s, ended_s, buffer=task.buffer, window=planned.window, **details
+            )
+        else:
+            place = ("checkpoint", worker.name) if isinstance(task, SaveState) else (worker.name, "work")
+            self._witness.span(*place, describe(task), started_s, ended_s)
+        items = {"host_batches": len(self._feed.waiting), "features": len(self._unlearnt())}
+        self._witness.counter("queues", "items", ended_s, **items, free_buffers=len(self._free))
+
+    def _see_memory(self, worker: Worker, resident: int, allocated: int) -> None:
+        name = worker.name.partition(" (")[0].replace(" ", "_")
+        self._memory[f"memory_peak/{name}_bytes"] = resident
+        if allocated:
+            self._memory[f"memory_peak/{name}_gpu_bytes"] = allocated
+
+    def _unlearnt(self) -> list[DrafterTask]:
+        """Features that wait: computed and held back, or sent to a drafter that is at something else."""
+        sent = (task for worker in self._drafters for task in list(worker.outstanding)[1:])
+        return [*self._computed.values(), *(task for task in sent if isinstance(task, DrafterTask))]
+
+    def _see_depths(self) -> None:
+        hosts, features, free = self._feed.waiting, self._unlearnt(), len(self._free)
+        for name, size in self._memory.items():
+            self._witness.gauge(name, size)
+        tokens = sum(task.host.planned.real_tokens for task in features)
+        host_bytes = sum(host.ids.nbytes + host.loss_mask.nbytes + host.anchors.nbytes for host in hosts)
+        for queue, items, size in (
+            ("host_batches", len(hosts), host_bytes),
+            ("features", len(features), tokens * self._token_bytes),
+            ("free_buffers", free, free * self._buffer_bytes),
+        ):
+            self._witness.gauge(f"queue/{queue}_items", items)
+            self._witness.gauge(f"queue/{queue}_bytes", size)
+
     def _with_waits(self, report: StepReport) -> StepReport:
         self._account()
+        self._see_depths()
         waits_s = {
             f"{stage}/{state}": getattr(waits, state)
             for stage, waits in self._waits.items()
             for state in ("busy", "starved", "blocked")
         }
+        waits_s |= {f"feed/{state}": seconds for state, seconds in self._feed.spent().items()}
         self._waits = {"target": Waits(), "drafter": Waits()}
         return replace(report, waits_s=waits_s)

@@ -129,11 +129,15 @@ class Reply:
         payload: one of the messages above.
         waited_s: time without work since the reply before.
         busy_s: time of work since the reply before.
+        ended_s: when the work ended, of ``time.time()``.
+        memory: peak bytes of the process and of its CUDA allocator; None where they were not looked at.
     """
 
     payload: Any
     waited_s: float = 0.0
     busy_s: float = 0.0
+    ended_s: float = 0.0
+    memory: tuple[int, int] | None = None
 
 
 def describe(message: Any) -> str:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator
 from multiprocessing import Pipe
-from typing import Generic, TypeVar
+from typing import Generic, Literal, TypeVar
 
 Item = TypeVar("Item")
 
@@ -24,7 +25,12 @@ class Prefetcher(Generic[Item]):
 
     def __init__(self, items: Iterator[Item], ahead: int) -> None:
         self._items, self._ahead = items, ahead
-        self._queue: deque[Item] = deque()
+        self._queue: deque[tuple[Item, float, float]] = deque()
+        self._spent = {"busy": 0.0, "blocked": 0.0}
+        self._state: Literal["busy", "blocked"] = "busy"
+        self._since = time.perf_counter()
+        self.made_s = (0.0, 0.0)
+        """When the making of the item taken last began and ended, of ``time.time()``."""
         self._fault: BaseException | None = None
         self._closed = False
         self._finished = False
@@ -39,7 +45,8 @@ class Prefetcher(Generic[Item]):
             self.wakeup.recv_bytes()
         with self._changed:
             if self._queue:
-                item = self._queue.popleft()
+                item, *made = self._queue.popleft()
+                self.made_s = (made[0], made[1])
                 self._changed.notify()
                 return item
             if self._fault is not None:
@@ -52,6 +59,20 @@ class Prefetcher(Generic[Item]):
         with self._changed:
             return self._finished and not self._queue and self._fault is None
 
+    @property
+    def waiting(self) -> list[Item]:
+        """Items that are made and not yet taken."""
+        with self._changed:
+            return [item for item, *_ in self._queue]
+
+    def spent(self) -> dict[str, float]:
+        """Seconds since the last call that the thread was ``busy`` making items and ``blocked`` for want of room."""
+        with self._changed:
+            if self._thread.is_alive():
+                self._turn(self._state)
+            spent, self._spent = self._spent, {"busy": 0.0, "blocked": 0.0}
+            return spent
+
     def close(self) -> None:
         """Stop the thread; items that wait are dropped. A thread that is stuck in its iterator is left to die alone."""
         with self._changed:
@@ -62,16 +83,27 @@ class Prefetcher(Generic[Item]):
             self._bell.close()
             self.wakeup.close()
 
+    def _turn(self, state: Literal["busy", "blocked"]) -> None:
+        """Account the time so far to the state that ends."""
+        now = time.perf_counter()
+        self._spent[self._state] += now - self._since
+        self._state, self._since = state, now
+
     def _run(self) -> None:
         try:
+            began_s = time.time()
             for item in self._items:
+                ended_s = time.time()
                 with self._changed:
+                    self._turn("blocked")
                     while len(self._queue) >= self._ahead and not self._closed:
                         self._changed.wait()
                     if self._closed:
                         return
-                    self._queue.append(item)
+                    self._queue.append((item, began_s, ended_s))
+                    self._turn("busy")
                 self._bell.send_bytes(b"1")
+                began_s = time.time()
         except BaseException as fault:  # noqa: BLE001 - handed to the reader, which raises it
             with self._changed:
                 self._fault = fault

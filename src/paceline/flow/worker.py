@@ -23,6 +23,7 @@ import torch.multiprocessing as multiprocessing
 
 from paceline.errors import PacelineError
 from paceline.flow.messages import Failed, Ready, Reply, Stop, describe
+from paceline.flow.witness import PeakMemory
 
 
 class Stage(Protocol):
@@ -49,7 +50,8 @@ def run_child(connection: Connection, threads: int, factory: Callable[..., Stage
     message: Any = None
     try:
         stage = factory(*arguments)
-        connection.send(Reply(Ready()))
+        peaks = PeakMemory()
+        connection.send(Reply(Ready(), memory=peaks.look()))
         while True:
             began = time.perf_counter()
             message = inbox.get()
@@ -59,7 +61,7 @@ def run_child(connection: Connection, threads: int, factory: Callable[..., Stage
             began = time.perf_counter()
             for payload in stage.handle(message):
                 now = time.perf_counter()
-                connection.send(Reply(payload, waited_s, now - began))
+                connection.send(Reply(payload, waited_s, now - began, time.time(), peaks.look()))
                 waited_s, began = 0.0, time.perf_counter()
     except (BrokenPipeError, ConnectionResetError):
         os._exit(1)

@@ -142,13 +142,27 @@ CATALOGUE: tuple[Metric, ...] = (
     Metric("padded_tokens/bucket_{bucket}", "token", "padded tokens of one bucket", _BUCKET, "per_step"),
     # By tag of the data.
     Metric("loss/tag_{tag}", "nat", "loss of the samples with one tag", "samples with that tag", "ratio", "lower"),
+    Metric("weight_share/tag_{tag}", "1", "tag's share of the window's loss weight", _WINDOW, "ratio"),
     Metric("samples/tag_{tag}", "sample", "samples with one tag", "samples with that tag", "per_step"),
+    # What of the data was trained.
+    Metric(
+        "coverage/supervised",
+        "1",
+        "supervised draft slots / supervised tokens; overlapping blocks count each time",
+        "samples of the window",
+        "ratio",
+    ),
     # Speed and stages.
     Metric("speed/seconds_per_step", "s", "wall time of an optimizer step", "optimizer steps", "ratio", "lower"),
     Metric("speed/padded_tokens_per_s", "token/s", "context tokens with padding a second", _WINDOW, "ratio"),
     Metric("speed/samples_per_s", "sample/s", "samples a second", _WINDOW, "ratio", "higher"),
     Metric(
-        "speed/mfu_{stage}", "1", "model FLOPs a second / the device's peak", "devices of the stage", "last", "higher"
+        "speed/mfu_{stage}",
+        "1",
+        "model FLOPs / what the devices' peak allows",
+        "devices of the stage",
+        "ratio",
+        "higher",
     ),
     Metric(
         "stage/{stage}/{state}",

@@ -42,6 +42,10 @@ class Tally:
         self._window(report)
         for bucket, totals in report.buckets.items():
             self._bucket(bucket, totals, report.loss.denominator)
+        for tag, of_tag in report.tags.items():
+            self._ratio(f"loss/tag_{tag}", of_tag.loss.numerator, of_tag.loss.denominator)
+            self._ratio(f"weight_share/tag_{tag}", of_tag.loss.denominator, report.loss.denominator)
+            self._sum(f"samples/tag_{tag}", of_tag.samples)
         self._stages(report)
 
     def gauge(self, name: str, value: float) -> None:

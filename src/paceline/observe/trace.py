@@ -7,6 +7,7 @@ missing, so a run that was killed leaves a trace that opens.
 from __future__ import annotations
 
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -58,21 +59,12 @@ class TraceFile:
         self._event({"ph": "C", "name": name, "pid": process_id, "tid": 0, "ts": at_s * 1e6, "args": values})
 
     def step(self, report: StepReport, ended_s: float) -> None:
-        """An optimizer step and, below it, how long each stage was busy, starved and blocked in it.
-
-        Only the sums of a step are known here, so a stage's states are drawn one after another.
-        """
+        """An optimizer step, with how long each stage was busy, starved and blocked in it."""
         start_s = ended_s - report.seconds
-        details = {"loss": report.loss.value, "samples": report.samples, "batches": list(report.batches)}
+        details = {"loss": _number(report.loss.value), "samples": report.samples, "batches": list(report.batches)}
+        details |= {"seconds": {place: round(spent_s, 6) for place, spent_s in report.waits_s.items()}}
         name = f"step {report.step}"
         self.span("trainer", "steps", name, start_s, ended_s, window=report.window, epoch=report.epoch, **details)
-        at: dict[str, float] = {}
-        for place, spent_s in report.waits_s.items():
-            stage, _, state = place.rpartition("/")
-            begin_s = at.get(stage, start_s)
-            at[stage] = begin_s + spent_s
-            if spent_s > 0:
-                self.span("stages, sums of each step", stage, state, begin_s, at[stage])
 
     def close(self) -> None:
         """End the array and close the file."""
@@ -106,3 +98,8 @@ class TraceFile:
             raise RunDirectoryError(
                 f"{self._path}: cannot be written ({fault.strerror}); free space or switch observe.trace off"
             ) from fault
+
+
+def _number(value: float) -> float | str:
+    """JSON has no word for NaN and infinity."""
+    return value if math.isfinite(value) else str(value)

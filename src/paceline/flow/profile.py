@@ -1,0 +1,42 @@
+"""torch's profiler over a window of optimizer steps, in whichever process takes them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+PROFILE_FILE = "profile.json"
+
+
+class StepProfile:
+    """Profiles the steps ``first`` to ``last`` and writes a file that ui.perfetto.dev opens.
+
+    Args:
+        steps: [first, last] optimizer step, both included; None profiles nothing.
+        path: the file.
+    """
+
+    def __init__(self, steps: Sequence[int] | None, path: Path) -> None:
+        self._steps, self._path = steps, path
+        self._running: profile | None = None
+
+    def before(self, step: int) -> None:
+        """Work of a step follows; the first call of a step in the window starts the profiler."""
+        if self._steps is None or self._running is not None or not self._steps[0] <= step <= self._steps[1]:
+            return
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
+        self._running = profile(activities=activities, record_shapes=True)
+        self._running.start()
+
+    def after(self, step: int, *, last: bool = False) -> None:
+        """A step is done; the last of the window, or of the run, writes the file."""
+        if self._running is None or self._steps is None or not (last or step >= self._steps[1]):
+            return
+        running, self._running, self._steps = self._running, None, None
+        running.stop()
+        aside = self._path.with_name(self._path.name + ".part")
+        running.export_chrome_trace(str(aside))
+        aside.replace(self._path)
