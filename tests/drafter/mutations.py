@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PROJECT = Path(__file__).parent.parent.parent
-ROOM = "src/paceline/drafter"
 
 
 @dataclass(frozen=True)
@@ -26,13 +25,23 @@ class Fault:
 
     Attributes:
         name: what is wrong.
-        edits: (file under the drafter room, text that occurs once, replacement).
-        tests: pytest arguments under tests/drafter of which one must fail.
+        edits: (file under the room, text that occurs once, replacement).
+        tests: pytest arguments under the room's tests of which one must fail.
+        room: where both are.
     """
 
     name: str
     edits: tuple[tuple[str, str, str], ...]
     tests: str
+    room: str = "drafter"
+
+    def source(self, name: str, root: Path = PROJECT / "src") -> Path:
+        """A file of the room."""
+        return root / "paceline" / self.room / name
+
+    def test_files(self) -> list[Path]:
+        """Files that hold the tests."""
+        return [PROJECT / "tests" / self.room / file for file in self.tests.partition(" -k ")[0].split()]
 
 
 FAULTS = (
@@ -227,6 +236,23 @@ FAULTS = (
         (("tree.py", "for j in range(min(tokens, budget // (i + 1)))", "for j in range(min(tokens, 1))"),),
         "test_tree.py -k enumeration",
     ),
+    Fault(
+        "tap off by one",
+        (("frozen.py", "layers[at].register_forward_hook(tap", "layers[at - 1].register_forward_hook(tap"),),
+        "test_features.py -k equal_hidden_states or final_norm",
+        room="target",
+    ),
+    Fault(
+        "taps in the order of layers, not of the list",
+        (("frozen.py", "for place, at in enumerate(self.taps)]", "for place, at in enumerate(sorted(self.taps))]"),),
+        "test_features.py -k equal_hidden_states",
+        room="target",
+    ),
+    Fault(
+        "realised tree depth over blocks, not over the expected one",
+        (("diagnosis.py", "Ratio(streaks, surrogates)", "Ratio(streaks, blocks)"),),
+        "test_terms.py -k diagnosis_agrees",
+    ),
 )
 
 
@@ -236,14 +262,14 @@ def caught(fault: Fault) -> bool:
         source = Path(folder) / "src"
         shutil.copytree(PROJECT / "src", source, ignore=shutil.ignore_patterns("__pycache__", "assets"))
         for name, text, replacement in fault.edits:
-            file = source / "paceline" / "drafter" / name
+            file = fault.source(name, source)
             whole = file.read_text(encoding="utf-8")
             if whole.count(text) != 1:
                 raise SystemExit(f"{fault.name}: {name} holds the text {whole.count(text)} times: {text}")
             file.write_text(whole.replace(text, replacement), encoding="utf-8")
-        files, _, choice = fault.tests.partition(" -k ")
+        choice = fault.tests.partition(" -k ")[2]
         command = [sys.executable, "-m", "pytest", "-q", "-x", "--no-header", "-p", "no:cacheprovider"]
-        command += [str(PROJECT / "tests" / "drafter" / file) for file in files.split()] + ["-k", choice]
+        command += [*map(str, fault.test_files()), "-k", choice]
         environment = {**os.environ, "PYTHONPATH": str(source), "PYTHONDONTWRITEBYTECODE": "1"}
         done = subprocess.run(command, cwd=PROJECT, env=environment, capture_output=True, text=True, check=False)
         if done.returncode not in (0, 1):
