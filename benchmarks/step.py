@@ -2,11 +2,13 @@
 
 Usage, from the project's root:
 
-    python benchmarks/step.py --size mid --threads 1 --dtype float32 --peer /path/to/python-with-speculators
+    python benchmarks/step.py --size tiny mid --threads 1 2 --dtype float32 bfloat16 \\
+        --peer "$(python scripts/oracle_env.py)" --memory-gib 15
 
 Each contender runs in a process of its own on the same inputs (keyed by a seed); times are CPU seconds of the process
-and wall seconds, memory is the process's peak. Without --peer only paceline and the bare products run. On a machine
-that does other work, compare CPU seconds.
+and wall seconds, memory is the process's peak. Without --peer (a Python that has speculators) only paceline and the
+bare products run. On a machine that does other work, compare CPU seconds. The table above takes ten minutes on two
+cores; `--shrink 4` takes a quarter of the batch.
 
 Shape letters: B samples, L tokens a sample, A anchors a sample, K slots, D hidden, V vocabulary.
 """
@@ -20,13 +22,17 @@ import resource
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from pathlib import Path
 
 import numpy as np
 import torch
 
 TAPS = 5
+LONG_S = 12.0
+"""After this many seconds of a contender no further step is begun."""
 
 
 @dataclass(frozen=True)
@@ -68,19 +74,21 @@ def inputs(size: Size):
 
 
 def timed(step, repeats: int) -> dict[str, float]:
-    """CPU and wall seconds of the fastest of some steps after one warm-up."""
-    step()
-    best = (float("inf"), float("inf"))
-    for _ in range(repeats):
+    """CPU and wall seconds of the fastest of some steps after one warm-up; a warm-up above `LONG_S` is all."""
+    best, begun = (float("inf"), float("inf")), time.perf_counter()
+    for number in range(repeats + 1):
         cpu, wall = time.process_time(), time.perf_counter()
         step()
-        best = min(best, (time.process_time() - cpu, time.perf_counter() - wall))
+        spent = (time.process_time() - cpu, time.perf_counter() - wall)
+        best = spent if number == 1 else min(best, spent)
+        if time.perf_counter() - begun > LONG_S:
+            break
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     return {"cpu_s": best[0], "wall_s": best[1], "peak_gib": peak}
 
 
-def run_paceline(size: Size, dtype: str, repeats: int) -> dict[str, float]:
-    """One micro-batch and the step."""
+def run_paceline(size: Size, dtype: str, repeats: int, whole: bool) -> dict[str, float]:
+    """One micro-batch and the step; the micro-batch in one pass, or one document a pass with the same gradient."""
     from paceline.config import DrafterConfig, ObjectiveConfig, OptimizerConfig
     from paceline.contracts import FeatureBatch, HostBatch, PlannedBatch
     from paceline.drafter.anchors import sample_anchors
@@ -105,7 +113,8 @@ def run_paceline(size: Size, dtype: str, repeats: int) -> dict[str, float]:
     )  # fmt: skip
     learner = Learner(
         spec, embedding=embedding, head=head,
-        drafter=DrafterConfig(num_layers=size.layers, block_size=size.block, dtype=dtype, diagnose_every=0),
+        drafter=DrafterConfig(num_layers=size.layers, block_size=size.block, dtype=dtype, diagnose_every=0,
+                              positions_per_pass=None if whole else size.anchors * size.block),
         objective=ObjectiveConfig(), optimizer=OptimizerConfig(), total_steps=100, seed=0,
     )  # fmt: skip
     batch = FeatureBatch(host, features.to(learner.dtype))
@@ -217,59 +226,90 @@ def run_speculators(size: Size, dtype: str, repeats: int, packed: bool) -> dict[
     return timed(step, repeats)
 
 
+@dataclass(frozen=True)
+class Case:
+    """One comparison."""
+
+    size: str
+    dtype: str
+    threads: int
+
+
 CONTENDERS = {
-    "paceline": run_paceline,
+    "paceline": lambda *a: run_paceline(*a, whole=True),
+    "paceline, one document a pass": lambda *a: run_paceline(*a, whole=False),
     "bare products": run_products,
     "speculators, packed": lambda *a: run_speculators(*a, packed=True),
     "speculators, one document a pass": lambda *a: run_speculators(*a, packed=False),
 }
 
 
-def child(name: str, arguments: argparse.Namespace) -> dict[str, float]:
-    """A contender in a process of its own."""
+def child(name: str, case: Case, arguments: argparse.Namespace) -> dict[str, float] | None:
+    """A contender in a process of its own; None where it needs more memory than it may have."""
     python = arguments.peer if name.startswith("speculators") else sys.executable
-    command = [python, __file__, "--only", name, "--size", arguments.size, "--threads", str(arguments.threads)]
-    command += ["--dtype", arguments.dtype, "--repeats", str(arguments.repeats), "--shrink", str(arguments.shrink)]
-    environment = {**os.environ, "OMP_NUM_THREADS": str(arguments.threads), "TORCH_COMPILE_DISABLE": "1"}
+    command = [python, __file__, "--only", name, "--size", case.size, "--threads", str(case.threads)]
+    command += ["--dtype", case.dtype, "--repeats", str(arguments.repeats), "--shrink", str(arguments.shrink)]
+    if arguments.memory_gib:
+        command += ["--memory-gib", str(arguments.memory_gib)]
+    environment = {**os.environ, "OMP_NUM_THREADS": str(case.threads), "TORCH_COMPILE_DISABLE": "1"}
     source = str(Path(__file__).parent.parent / "src")
     environment["PYTHONPATH"] = os.pathsep.join([source, environment.get("PYTHONPATH", "")])
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode and arguments.memory_gib and ("MemoryError" in done.stderr or "allocate memory" in done.stderr):
+        return None
     if done.returncode:
-        raise SystemExit(f"{name} failed:\n{done.stderr[-3000:]}")
+        raise SystemExit(f"{name} failed ({done.returncode}):\n{done.stderr[-3000:]}")
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
+def shown(case: Case, size: Size, rows: dict[str, dict[str, float] | None]) -> Iterator[str]:
+    """Lines of a Markdown table."""
+    products_row, context = rows["bare products"], size.batch * size.length
+    bare = products_row["cpu_s"] if products_row else float("nan")
+    for name, row in rows.items():
+        if row is None:
+            yield f"| {case.size}, {case.dtype}, {case.threads} | {name} | out of memory" + " | – " * 6 + " |"
+            continue
+        cells = (
+            f"{case.size}, {case.dtype}, {case.threads}", name, f"{row['cpu_s']:.2f}", f"{row['wall_s']:.2f}",
+            f"{size.positions / row['cpu_s']:.0f}", f"{size.positions / row['wall_s']:.0f}",
+            f"{context / row['wall_s']:.0f}", f"{row['peak_gib']:.2f}", f"{row['cpu_s'] / bare:.2f}",
+        )  # fmt: skip
+        yield f"| {' | '.join(cells)} |"
+
+
 def main() -> None:
-    """Runs the contenders and prints a line for each."""
+    """Runs the contenders of every case and prints a line for each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", choices=SIZES, default="tiny")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--size", choices=SIZES, nargs="+", default=["tiny"])
+    parser.add_argument("--threads", type=int, nargs="+", default=[1])
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], nargs="+", default=["float32"])
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--peer", help="a python that has speculators 0.9.0")
     parser.add_argument("--shrink", type=int, default=1, help="divide the samples of the batch, for a quick look")
+    parser.add_argument("--memory-gib", type=int, help="contenders that need more address space are shown as such")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--only", choices=CONTENDERS, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    size = SIZES[arguments.size]
-    size = replace(size, batch=max(1, size.batch // arguments.shrink))
-    if arguments.only:
-        torch.set_num_threads(arguments.threads)
-        print(json.dumps(CONTENDERS[arguments.only](size, arguments.dtype, arguments.repeats)))
-        return
-    names = [name for name in CONTENDERS if arguments.peer or not name.startswith("speculators")]
-    rows = {name: child(name, arguments) for name in names}
-    if arguments.json:
-        print(json.dumps({"size": asdict(size), "threads": arguments.threads, "dtype": arguments.dtype, "rows": rows}))
-        return
-    print(f"{arguments.size}, {arguments.threads} thread(s), {arguments.dtype}: {size}")
-    bare, context = rows["bare products"]["cpu_s"], size.batch * size.length
-    for name, row in rows.items():
-        speed = (
-            f"{size.positions / row['cpu_s']:9.0f} positions / CPU s  {context / row['wall_s']:8.0f} context tokens / s"
-        )
-        print(f"{name:34} {row['cpu_s']:8.3f} CPU s  {row['wall_s']:8.3f} s  {speed}", end="")
-        print(f"  {row['peak_gib']:6.2f} GiB  {row['cpu_s'] / bare:5.2f} × bare")
+    cases = [Case(*parts) for parts in product(arguments.size, arguments.dtype, arguments.threads)]
+    if not (arguments.only or arguments.json):
+        print("| size, type, threads | who | CPU s | wall s | positions / CPU s | positions / s | ", end="")
+        print("context tokens / s | peak GiB | × bare, CPU |\n|---|---" + "|---:" * 7 + "|")
+    for case in cases:
+        size = SIZES[case.size]
+        size = replace(size, batch=max(1, size.batch // arguments.shrink))
+        if arguments.only:
+            if arguments.memory_gib:
+                resource.setrlimit(resource.RLIMIT_AS, (arguments.memory_gib * 2**30,) * 2)
+            torch.set_num_threads(case.threads)
+            print(json.dumps(CONTENDERS[arguments.only](size, case.dtype, arguments.repeats)))
+            return
+        names = [name for name in CONTENDERS if arguments.peer or not name.startswith("speculators")]
+        rows = {name: child(name, case, arguments) for name in names}
+        if arguments.json:
+            print(json.dumps({**asdict(case), "shape": asdict(size), "rows": rows}), flush=True)
+        else:
+            print("\n".join(shown(case, size, rows)), flush=True)
 
 
 if __name__ == "__main__":
