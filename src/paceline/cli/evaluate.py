@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -151,6 +152,7 @@ def evaluate_drafter(
         PacelineError: one line for each fault.
     """
     from paceline.data.chats import render_prompts
+    from paceline.data.tokenizer import load_tokenizer
     from paceline.evaluate.run import evaluate
     from paceline.target.load import load_target
 
@@ -160,6 +162,7 @@ def evaluate_drafter(
         settings.evaluate.num_prompts,
         trust_remote_code=settings.target.trust_remote_code,
     )
+    tokenizer = load_tokenizer(settings.target.path, settings.target.trust_remote_code)
     target = load_target(settings.target, network.spec.taps, device, settings.evaluate.dtype)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=frame.stderr, transient=True) as bar:
@@ -171,7 +174,23 @@ def evaluate_drafter(
             settings.evaluate,
             progress=lambda done, _: bar.update(task, completed=done),
             check_lossless=check_lossless,
+            pieces=functools.partial(text_pieces, tokenizer),
         )
+
+
+def text_pieces(tokenizer: Any, ids: Sequence[int]) -> list[str]:
+    """The text that each token adds; the bytes of a character that spans tokens are shown with the last of them."""
+    pieces: list[str] = []
+    # Spaces depend on the token before, so each token is decoded behind the piece that came before it.
+    before, begun = 0, 0
+    for end in range(1, len(ids) + 1):
+        shown, whole = (tokenizer.decode(list(ids[before:stop]), skip_special_tokens=False) for stop in (begun, end))
+        if whole.endswith("\ufffd") and end < len(ids):
+            pieces.append("")
+            continue
+        pieces.append(whole[len(shown) :])
+        before, begun = begun, end
+    return pieces
 
 
 def show(reports: Mapping[str, EvaluationReport]) -> None:

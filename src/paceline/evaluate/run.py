@@ -59,7 +59,11 @@ class EvaluationPrompt(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PromptRow:
-    """One prompt of the report; ``accepted`` lists accepted drafts per target pass."""
+    """One prompt of the report.
+
+    ``accepted`` lists accepted drafts per target pass; ``pieces`` is the answer's text token by token (the ids in words
+    where nobody decoded them): the target's own first token, then each pass's accepted drafts and its own token.
+    """
 
     id: str
     tags: list[str]
@@ -68,6 +72,7 @@ class PromptRow:
     finish: str
     tau: float | None
     accepted: list[int]
+    pieces: list[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +129,7 @@ def evaluate(
     progress: Callable[[int, int], None] | None = None,
     check_lossless: bool = True,
     check_training: bool = True,
+    pieces: Callable[[list[int]], list[str]] | None = None,
 ) -> EvaluationReport:
     """Decodes prompts greedily with drafts and measures acceptance.
 
@@ -135,6 +141,7 @@ def evaluate(
         progress: called with (prompts done, prompts) after each.
         check_lossless: also decode plainly and compare.
         check_training: also run the training forward on the decoded answers and compare.
+        pieces: the text of each token of an answer, for the report.
 
     Raises:
         DataError: no prompts, or one that cannot be decoded.
@@ -164,7 +171,8 @@ def evaluate(
         speculative_decode(target, network, prompt.ids, without_features=True, **limits)
         for prompt in chosen[:CONTROL_PROMPTS]
     ]
-    return _report(target, network, chosen, answers, plain, (expected, matched), control, check_lossless)
+    texts = [pieces(answer.ids) if pieces else [f" {token}" for token in answer.ids] for answer in answers]
+    return _report(target, network, chosen, answers, plain, (expected, matched), control, check_lossless, texts)
 
 
 def _report(
@@ -176,6 +184,7 @@ def _report(
     training: tuple[list[int], list[int]],
     control: Sequence[Decoded],
     check_lossless: bool,
+    texts: Sequence[list[str]],
 ) -> EvaluationReport:
     passes = [entry for answer in answers for entry in answer.passes]
     whole = group(passes)
@@ -217,7 +226,7 @@ def _report(
         seconds_per_token=_seconds(answers),
         plain_seconds_per_token=_seconds(plain),
         dtype=str(target.dtype).removeprefix("torch."),
-        rows=[_row(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True)],
+        rows=[_row(*three) for three in zip(prompts, answers, texts, strict=True)],
     )
 
 
@@ -259,11 +268,10 @@ def _logit_gap(target: Target, prefix: Sequence[int], one: int, other: int) -> t
     return abs(float(row[one] - row[other])), float(row.abs().max())
 
 
-def _row(prompt: EvaluationPrompt, answer: Decoded) -> PromptRow:
+def _row(prompt: EvaluationPrompt, answer: Decoded, pieces: list[str]) -> PromptRow:
     tau = answer.tau if answer.passes else None
-    return PromptRow(
-        prompt.id, list(prompt.tags), len(prompt.ids), len(answer.ids), answer.finish, tau, answer.accepted
-    )
+    tags, tokens = list(prompt.tags), len(answer.ids)
+    return PromptRow(prompt.id, tags, len(prompt.ids), tokens, answer.finish, tau, answer.accepted, pieces)
 
 
 def _mean(accepted: Sequence[int]) -> float | None:

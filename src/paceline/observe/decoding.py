@@ -10,6 +10,10 @@ from paceline.observe.page import Html, element, joined, table
 
 MAX_PROMPTS = 30
 """Prompts whose passes are shown."""
+MAX_ANSWERS = 12
+"""Answers shown as text."""
+MAX_TOKENS = 400
+"""Tokens shown of one answer."""
 MAX_PASSES = 60
 """Passes shown of one prompt."""
 
@@ -45,6 +49,7 @@ def decoding(run: History) -> Html:
             table(columns, rows),
             _groups(newest, "by_tag", "τ by tag"),
             _groups(newest, "by_context", "τ by context length in tokens"),
+            _answers(newest),
             _passes(newest),
         )
     )
@@ -70,6 +75,39 @@ def _groups(entry: Mapping[str, Any], key: str, caption: str) -> Html:
         if isinstance(group, dict)
     ]
     return table(("", "τ", "passes", "tokens"), rows, caption)
+
+
+def _answers(entry: Mapping[str, Any]) -> Html:
+    """The answers as text: drafts that stand are underlined, each pass ends with a stroke; no colour needed."""
+    rows = entry.get("rows")
+    rows = [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
+    shown = [
+        (f"{row.get('id', '?')} (τ {_cell(row.get('tau'))})", _marked(row["pieces"], row["accepted"]))
+        for row in rows[:MAX_ANSWERS]
+        if isinstance(row.get("pieces"), list) and isinstance(row.get("accepted"), list)
+    ]
+    if not shown:
+        return Html("")
+    legend = joined(
+        (element("u", "Underlined"), ": drafts that stand. Bold: the target's own tokens. │ ends a target pass.")
+    )
+    texts = (element("div", element("dt", name), element("dd", text)) for name, text in shown)
+    summary = element("summary", f"Answers of the first {len(shown)} of {len(rows)} prompts, drafts marked")
+    return element("details", summary, element("p", legend), element("dl", *texts, class_="answers"))
+
+
+def _marked(pieces: list[Any], accepted: list[Any]) -> Html:
+    """First the target's own token, then each pass's accepted drafts and its own token; the limit may cut the end."""
+    texts, at = [str(piece) for piece in pieces[:MAX_TOKENS]], 1
+    parts = [element("b", *texts[:1])] if texts else []
+    for count in accepted:
+        drafts, own = texts[at : at + int(count)], texts[at + int(count) : at + int(count) + 1]
+        at += int(count) + 1
+        if drafts:
+            parts.append(element("u", "".join(drafts)))
+        if own:
+            parts.append(joined((element("b", own[0]), element("i", "│"))))
+    return joined((*parts, " …" if len(pieces) > MAX_TOKENS else ""))
 
 
 def _passes(entry: Mapping[str, Any]) -> Html:

@@ -15,6 +15,7 @@ import numpy as np
 from paceline.observe.history import History
 from paceline.observe.jitter import explain_jitter
 from paceline.observe.numerals import percent, short, signed
+from paceline.observe.spikes import limit_of
 from paceline.observe.trend import trend_of
 
 MIN_LINES = 20
@@ -57,16 +58,19 @@ def loss_jitter(run: History) -> list[Finding]:
     if found is None or not found.notable:
         return []
     schedule = _setting(run, "plan", "schedule")
-    advice = (
-        "raise plan.accumulate, so that a window spans more lengths"
-        if schedule == "stratified"
-        else "plan.schedule: stratified would remove most of it"
-    )
+    by_length = not found.leader.startswith("tag ")
+    kinds = "lengths" if by_length else "tags"
+    if not by_length:
+        advice = "raise plan.accumulate, so that a window spans more kinds of samples"
+    elif schedule == "stratified":
+        advice = "raise plan.accumulate, so that a window spans more lengths"
+    else:
+        advice = "plan.schedule: stratified would remove most of it"
     return [
         Finding(
             "loss-jitter",
             "warning",
-            f"{percent(found.explained)} of the variance of the step loss comes from which lengths a step holds, "
+            f"{percent(found.explained)} of the variance of the step loss comes from which {kinds} a step holds, "
             f"chiefly the share of {found.leader} (alone {percent(found.leader_share)}; from none to all of it the "
             f"loss moves by {signed(found.slope, 2)} nat). "
             f"The loss scatters by ±{percent(found.relative)} around its trend.",
@@ -127,6 +131,11 @@ def bottleneck(run: History) -> list[Finding]:
                 "raise flow.prefetch_batches and flow.pool_buffers",
             )
         ]
+    if slowest == "feed":
+        text = (
+            f"The feed is the bottleneck: one thread that reads and pads is busy {percent(busy[slowest])} of its time."
+        )
+        return [Finding("bottleneck", "info", text, "put the store on a faster disk, or in memory")]
     idle = ", ".join(f"the {name} waits {percent(1 - share)}" for name, share in busy.items() if name != slowest)
     others = [name for name in busy if name != slowest and _device_count(run, name) > 1]
     if others and busy[others[0]] < 0.8:
@@ -149,22 +158,64 @@ def gradient_spikes(run: History) -> list[Finding]:
     good = norm[np.isfinite(norm)]
     if good.size < MIN_LINES:
         return []
-    middle = float(np.median(good))
-    spread = float(np.median(np.abs(good - middle))) * 1.4826  # the deviation of a normal distribution
-    # Eight deviations: not one in 10^15 draws of a normal distribution, so heavy tails alone do not fill the list.
-    spikes = np.flatnonzero(np.isfinite(norm) & (norm > middle + 8 * spread) & (norm > 3 * middle))
+    middle, limit = limit_of(good)
+    spikes = np.flatnonzero(np.isfinite(norm) & (norm > limit))
     # The first steps have large gradients of their own.
     spikes = spikes[run.steps[spikes] > max(20, run.total_steps // 20)]
     if not spikes.size:
         return []
     worst = spikes[np.argsort(norm[spikes])[::-1][:5]]
-    places = "; ".join(
-        f"step {run.steps[i]} (epoch {run.epochs[i]}, window {run.windows[i]}, batches {_ranges(run.batches[i])}): "
-        f"{short(float(norm[i]))}"
-        for i in worst
-    )
-    text = f"{spikes.size} gradient spikes above {short(middle + 8 * spread)} (median {short(middle)}): {places}."
+    places = "; ".join(f"{_place(run, int(i))}: {short(float(norm[i]))}" for i in worst)
+    text = f"{spikes.size} gradient spikes above {short(limit)} (median {short(middle)}): {places}."
     return [Finding("gradient-spikes", "warning", text, "look at the samples of these batches")]
+
+
+def _place(run: History, line: int) -> str:
+    """Where a spike happened; with its samples, those of highest loss first, where it was noted while training."""
+    step = int(run.steps[line])
+    place: dict[str, Any] = {"epoch": run.epochs[line], "window": run.windows[line], "batches": run.batches[line]}
+    for event in run.events:
+        if event.event == "gradient-spike" and step - run.spans[line] < event.step <= step:
+            step, place = event.step, event.fields
+            break
+    parts = [f"epoch {place.get('epoch')}, window {place.get('window')}, batches {_ranges(place.get('batches') or [])}"]
+    highest, samples = place.get("highest_loss") or {}, place.get("samples") or []
+    if highest:
+        parts.append("highest loss: " + ", ".join(f"sample {row} with {loss:.2f}" for row, loss in highest.items()))
+    if samples:
+        parts.append(f"samples {_ranges(samples[:12])}" + (f" and {len(samples) - 12} more" * (len(samples) > 12)))
+    return f"step {step} ({'; '.join(parts)})"
+
+
+def starved_tags(run: History) -> list[Finding]:
+    """Tags whose samples are many and whose say in the loss is next to nothing."""
+    whole, samples = run.weights.get("loss"), float(np.sum(run.counts("window/samples") * run.spans))
+    if whole is None or not samples:
+        return []
+    starved = []
+    for tag in run.tags:
+        weight = run.weights.get(f"loss/tag_{tag}")
+        share = float(np.sum(run.counts(f"samples/tag_{tag}") * run.spans)) / samples
+        of_weight = float(np.nansum(weight) / np.nansum(whole)) if weight is not None else 1.0
+        # Short answers weigh less by nature; a fifth of a sample's say is more than that.
+        if share >= 0.02 and of_weight < 0.2 * share:
+            starved.append(f"{tag} ({percent(share)} of the samples, {percent(of_weight)} of the loss weight)")
+    if not starved:
+        return []
+    text = f"Starved tags: {'; '.join(starved[:5])}."
+    advice = "objective.weighting: sample lets every sample count the same, plan.weights shows some more often"
+    return [Finding("starved-tags", "warning", text, advice)]
+
+
+def supervised_coverage(run: History) -> list[Finding]:
+    """Answers of which blocks cover only a part, over all epochs together."""
+    share, epochs = run.pooled("coverage/supervised"), _setting(run, "train", "epochs")
+    if run.status == "finished" or not isinstance(epochs, int):
+        epochs = int(run.epochs[-1]) + 1
+    if not share * epochs < 0.5:
+        return []
+    text = f"Blocks cover {percent(share)} of the supervised tokens an epoch, {percent(share * epochs)} over the run."
+    return [Finding("supervised-coverage", "warning", text, "raise drafter.num_anchors or train.epochs")]
 
 
 def skipped_steps(run: History) -> list[Finding]:
@@ -310,6 +361,8 @@ CHECKS: tuple[Callable[[History], list[Finding]], ...] = (
     frozen_norms,
     decoded_below_training,
     coverage,
+    supervised_coverage,
+    starved_tags,
     padding,
     clipping,
     bottleneck,

@@ -15,6 +15,8 @@ from paceline.errors import RunDirectoryError
 from paceline.observe.catalogue import number_of
 from paceline.observe.lines import FORMAT, METRICS_FILE, EventLine, HeaderLine, Line, StepLine, read_lines
 
+TAG_LOSS = "loss/tag_"
+
 
 @dataclass(frozen=True)
 class History:
@@ -80,6 +82,11 @@ class History:
     def numbers(self, family: str) -> list[int]:
         """Numbers that occur in a one-number family, ascending: ``loss/bucket_{bucket}`` → [0, 1, 2]."""
         return sorted({number for name in self.values if (number := number_of(name, family)) is not None})
+
+    @property
+    def tags(self) -> list[str]:
+        """Tags that were told apart, in alphabetical order."""
+        return sorted(name.removeprefix(TAG_LOSS) for name in self.values if name.startswith(TAG_LOSS))
 
     def pooled(self, name: str, part: slice = slice(None)) -> float:
         """One value over many lines, as the catalogue reduces it: Σ numerators / Σ denominators where it is a ratio."""

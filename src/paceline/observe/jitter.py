@@ -29,7 +29,7 @@ class Jitter:
         deviation: standard deviation of the step loss around its trend, nat.
         relative: the same as a share of the mean loss.
         explained: share of its variance explained by the window's make-up, adjusted for the number of regressors.
-        leader: regressor that alone explains most, such as ``bucket 5``; empty where nothing varies.
+        leader: regressor that alone explains most, such as ``bucket 5`` or ``tag code``; empty where nothing varies.
         leader_share: share of the variance that it explains alone.
         slope: change of the loss in nat from none of the leader to nothing but the leader.
     """
@@ -49,7 +49,7 @@ class Jitter:
 
 
 def explain_jitter(run: History) -> Jitter | None:
-    """Regress the step loss on the buckets' shares of the window's weight and on the mean length.
+    """Regress the step loss on the buckets' and tags' shares of the window's weight, and on the mean length.
 
     Returns:
         None where too few lines have a loss.
@@ -64,6 +64,10 @@ def explain_jitter(run: History) -> Jitter | None:
     regressors: dict[str, np.ndarray] = {}
     for bucket in run.numbers("weight_share/bucket_{bucket}"):
         regressors[f"bucket {bucket}"] = run.counts(f"weight_share/bucket_{bucket}")[good]
+    tags = {f"tag {tag}": run.counts(f"weight_share/tag_{tag}")[good] for tag in run.tags}
+    # Where tags are many for the number of steps, those whose shares vary most are asked.
+    ranked = sorted(tags, key=lambda name: float(np.var(tags[name])), reverse=True)
+    regressors |= {name: tags[name] for name in ranked[: count // 10]}
     length = run.series("window/mean_length")[good]
     if np.isfinite(length).all() and (length > 0).all():
         regressors["mean length"] = np.log(length)
@@ -74,7 +78,7 @@ def explain_jitter(run: History) -> Jitter | None:
     if not columns or deviation == 0:
         return Jitter(count, deviation, relative, 0.0, "", 0.0, 0.0)
     shares = [column for name, column in columns.items() if name != "mean length"]
-    # The shares of all buckets sum to one, so one of them says nothing new; least squares copes with that.
+    # The shares of all buckets sum to one (tags' may), so one of them says nothing new; least squares copes with that.
     explained = _adjusted(np.column_stack(shares or list(columns.values())), target)
     alone = {name: (_r_squared(column[:, None], target), column) for name, column in columns.items()}
     leader = max((name for name in alone if name != "mean length" or not shares), key=lambda name: alone[name][0])

@@ -21,6 +21,7 @@ from paceline.observe.lines import FORMAT, METRICS_FILE, EventLine, HeaderLine, 
 from paceline.observe.mirror import Mirror, Sink
 from paceline.observe.sinks import SinkContext, wanted
 from paceline.observe.sinks.isolated import IsolatedSink
+from paceline.observe.spikes import SpikeWatch
 from paceline.observe.tally import Tally
 from paceline.observe.trace import TRACE_FILE, TraceFile
 from paceline.observe.watch import Watch
@@ -101,6 +102,7 @@ class Observer:
         self._epoch = -1
         self._epoch_samples = 0.0
         self._last_report: StepReport | None = None
+        self._spikes = SpikeWatch(total_steps)
 
     def step(self, report: StepReport) -> None:
         """Take in one optimizer step.
@@ -118,6 +120,9 @@ class Observer:
         previous = report.seconds if self._recent_s is None else self._recent_s
         self._recent_s = _SPEED_MEMORY * previous + (1 - _SPEED_MEMORY) * report.seconds
         self._draw(lambda trace: trace.step(report, time.time()))
+        spike = self._spikes.see(report)
+        if spike is not None:
+            self._event("gradient-spike", spike)
         if self._view is not None:
             self._view.advance(report.step)
         if report.step % self._settings.every_steps == 0 or report.step >= self._total_steps:
@@ -133,7 +138,13 @@ class Observer:
 
     def span(self, process: str, row: str, name: str, start_s: float, end_s: float, **details: Any) -> None:
         """Draw a span into the trace, where one is written; see `paceline.observe.trace.TraceFile.span`."""
-        self._draw(lambda trace: trace.span(process, row, name, start_s, end_s, **details))
+        if self._trace is not None:
+            self._draw(lambda trace: trace.span(process, row, name, start_s, end_s, **details))
+
+    def counter(self, process: str, name: str, at_s: float, **values: float) -> None:
+        """Draw values at one moment into the trace, where one is written."""
+        if self._trace is not None:
+            self._draw(lambda trace: trace.counter(process, name, at_s, **values))
 
     def event(self, kind: str, **fields: Any) -> None:
         """Write down something that happened, such as ``checkpoint``; the steps before it go out first.
@@ -265,7 +276,10 @@ class Observer:
             gauge("progress/epoch_coverage", self._epoch_samples / samples)
 
     def _event(self, kind: str, fields: dict[str, Any]) -> None:
-        self._send(EventLine(step=self._step, time=time.time(), event=kind, fields=fields))
+        line = EventLine(step=self._step, time=time.time(), event=kind, fields=fields)
+        if self._watch is not None:
+            self._watch.hear(line)
+        self._send(line)
 
     def _send(self, line: StepLine | EventLine) -> None:
         with self._lock:

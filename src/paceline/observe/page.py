@@ -148,6 +148,8 @@ thead th{color:var(--muted);font-weight:500}
 details{margin:.75rem 0}
 summary{cursor:pointer}
 pre{white-space:pre-wrap;overflow-wrap:anywhere;font-size:.85rem}
+.answers dt{font-weight:500;margin-top:.75rem}.answers dd{margin:0;white-space:pre-wrap;overflow-wrap:anywhere}
+.answers u{text-decoration-thickness:2px;text-underline-offset:3px}.answers i{color:var(--muted);font-style:normal}
 .passes td:last-child{text-align:left}.passes code{letter-spacing:-.05em;overflow-wrap:anywhere}
 @media print{nav{display:none}figure{break-inside:avoid}}
 """

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from paceline.observe.diagnosis import Finding, diagnose
 from paceline.observe.history import assemble, read_settings
-from paceline.observe.lines import HeaderLine, StepLine
+from paceline.observe.lines import EventLine, HeaderLine, StepLine
 
 MEMORY_LINES = 1000
 """Newest lines that are looked at; a look at a thousand takes about 20 ms."""
@@ -27,8 +27,13 @@ class Watch:
         self._header = header
         self._every_steps = every_steps
         self._lines: deque[StepLine] = deque(maxlen=MEMORY_LINES)
+        self._events: deque[EventLine] = deque(maxlen=MEMORY_LINES)
         self._next = header.step + every_steps
         self._told: set[str] = set()
+
+    def hear(self, line: EventLine) -> None:
+        """Take in an event, for the next look."""
+        self._events.append(line)
 
     def see(self, line: StepLine) -> list[Finding]:
         """Take in a line.
@@ -42,7 +47,9 @@ class Watch:
         if line.step < self._next:
             return []
         self._next = line.step + self._every_steps
-        run = assemble(self._run_dir, [self._header, *self._lines], read_settings(self._run_dir), {}, [], [])
+        run = assemble(
+            self._run_dir, [self._header, *self._lines, *self._events], read_settings(self._run_dir), {}, [], []
+        )
         fresh = [finding for finding in diagnose(run) if finding.level == "warning" and finding.key not in self._told]
         self._told.update(finding.key for finding in fresh)
         return fresh
