@@ -2,6 +2,7 @@
 
     python benchmarks/prepare.py                        # speed against datasets.map, opening and reading
     python benchmarks/prepare.py memory --rows 1000000  # peak memory of preparing, in a process of its own
+    python benchmarks/prepare.py finish --rows 1000000  # peak memory of its last part, which grows with rows
 
 Text is drawn from Python's standard library, tokenised with the demo target's tokenizer and chat template. Speeds are
 CPU time of one process; the best of several interleaved rounds, so that other load on the machine counts little.
@@ -26,7 +27,10 @@ import numpy as np
 import pyarrow as pa
 
 from paceline.config import DataConfig
+from paceline.data.finish import finish
 from paceline.data.prepare import prepare
+from paceline.data.report import Tally
+from paceline.data.sources import Piece, Source
 from paceline.data.store import (
     FORMAT,
     INDEX,
@@ -234,10 +238,52 @@ def child(file: str, store: str) -> None:
     print(json.dumps({"before_mb": before / 1024, "peak_mb": peak / 1024, "tokens": report.tokens, "s": seconds}))
 
 
+def unfinished_parts(folder: Path, rows: int, rows_a_part: int = 16_384) -> list[Piece]:
+    """Parts of short random samples with tallies, as tokenising leaves them."""
+    rng = np.random.default_rng(0)
+    folder.mkdir(parents=True)
+    pieces: list[Piece] = []
+    for number, start in enumerate(range(0, rows, rows_a_part)):
+        count = min(rows_a_part, rows - start)
+
+        def lists(width: int, values: np.ndarray, count: int = count) -> pa.ListArray:
+            return pa.ListArray.from_arrays(pa.array(np.arange(count + 1, dtype=np.int32) * width), pa.array(values))
+
+        columns = {
+            "input_ids": lists(22, rng.integers(0, 2048, 22 * count, dtype=np.int32)),
+            "loss_mask": lists(2, np.tile(np.array([10, 22], dtype=np.int32), count)),
+            "length": np.full(count, 22, dtype=np.int32),
+            "eligible": np.full(count, 11, dtype=np.int32),
+            "supervised": np.full(count, 12, dtype=np.int32),
+            "source": np.zeros(count, dtype=np.int32),
+            "line": np.arange(start + 1, start + count + 1),
+            "tags": ["English"] * count,
+            "content_hash": rng.integers(0, 2**63, count, dtype=np.uint64),
+            "signature": lists(32, rng.integers(0, 2**32, 32 * count, dtype=np.uint32)),
+        }
+        write_table(pa.table(columns, schema=PART_SCHEMA), folder / part_name(number))
+        (folder / f"part-{number:06d}.json").write_text(json.dumps(Tally(rows_in=count).to_json()), encoding="utf-8")
+        pieces.append(Piece(number, 0, "rows.jsonl", "jsonl", 0, 1, start + 1))
+    return pieces
+
+
+def finishing(rows: int) -> None:
+    """Peak memory of finishing a store whose parts are there; one count a process, as the peak never falls."""
+    with tempfile.TemporaryDirectory() as name:
+        aside = Path(name) / ".store.0123456789ab.unfinished"
+        pieces = unfinished_parts(aside, rows)
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        sources = [Source("rows.jsonl", "jsonl", "synthetic")]
+        store = Path(name) / "store"
+        finish(aside, store, pieces, sources, "synthetic", {}, DataConfig(), progress=lambda *_: None)
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    print(f"{rows:>10,} rows: {(peak - before) / 1024:.0f} MB beyond {before / 1024:.0f} MB before")
+
+
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="?", choices=("speed", "memory", "child"), default="speed")
+    parser.add_argument("what", nargs="?", choices=("speed", "memory", "finish", "child"), default="speed")
     parser.add_argument("--rows", type=int, default=1_000_000, help="rows of the store that is opened, or prepared")
     parser.add_argument("--words", type=int, default=12, help="words of an answer in `memory`")
     parser.add_argument("--sample", type=int, default=600, help="rows that are tokenised in `speed`")
@@ -247,6 +293,8 @@ def main() -> None:
     options = parser.parse_args()
     if options.what == "child":
         child(options.file, options.store)
+    elif options.what == "finish":
+        finishing(options.rows)
     elif options.what == "memory":
         memory(options.rows, options.words)
     else:
