@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from paceline.errors import DataError
 
 
 @contextmanager
-def store_lock(store: Path, waiting: Callable[[], None]) -> Iterator[None]:
+def store_lock(store: Path, waiting: Callable[[], None]) -> Generator[None, None, None]:
     """Hold the lock of a store: the file `.NAME.lock` beside it, which the system lets go of when a process ends.
 
     Where nothing can be written beside a store that is there, none is needed, and nothing is locked.
