@@ -1,10 +1,14 @@
 """What observing costs the training loop: CPU time of its thread a step, by what is switched on.
 
     python benchmarks/observe.py [--steps 2000] [--buckets 8] [--slots 15]
+    python benchmarks/observe.py --demo 30
 
 Prints one row a configuration: microseconds a step (mean over the run, 99 % quantile), the mean's share of a step of
 100 ms, and the bytes of a metric line. It is the CPU time of the calling thread, for that is what a step waits for;
 mirrors work in processes of their own. The step report is like a real one: all slots, all buckets, two stages.
+
+`--demo N` trains N steps of the demo in this process, with trace and live diagnosis on, and prints what share of the
+CPU time of the training thread went into everything observed: completing reports, metrics, spans, gauges.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ import io
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -39,7 +44,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--buckets", type=int, default=8)
     parser.add_argument("--slots", type=int, default=15)
+    parser.add_argument("--demo", type=int, default=0, metavar="N")
     arguments = parser.parse_args()
+    if arguments.demo:
+        demo(arguments.demo)
+        return
     table = Table("observing", "µs a step", "99 %", "of a 100 ms step", "bytes a line", title="Cost of observing")
     for name, settings in CONFIGURATIONS.items():
         costs, size = measure(ObserveConfig(**settings), arguments.steps, arguments.buckets, arguments.slots)  # type: ignore[arg-type]
@@ -68,6 +77,49 @@ def measure(settings: ObserveConfig, steps: int, buckets: int, slots: int) -> tu
         observer.close()
         lines = (Path(folder) / "metrics.jsonl").read_bytes()
     return costs, len(lines) / max(lines.count(b'"kind":"step"'), 1)
+
+
+def demo(steps: int) -> None:
+    """Train some steps of the demo and print the share of its CPU time that observing took."""
+    from paceline import train as training
+    from paceline.account import Account
+    from paceline.cli.demo import Arguments, demo_settings
+    from paceline.cli.train import ready_store
+    from paceline.compose import compose
+    from paceline.observe.observer import Observer
+
+    spent = {"s": 0.0, "depth": 0.0}
+    marks: list[tuple[float, float]] = []
+
+    def timed(owner: type, name: str) -> None:
+        work = getattr(owner, name)
+
+        def measured(*arguments: Any, **named: Any) -> Any:
+            if spent["depth"]:
+                return work(*arguments, **named)
+            spent["depth"], began = 1.0, time.thread_time()
+            try:
+                return work(*arguments, **named)
+            finally:
+                spent["depth"] = 0.0
+                spent["s"] += time.thread_time() - began
+                if name == "step":
+                    marks.append((time.thread_time(), spent["s"]))
+
+        setattr(owner, name, measured)
+
+    for owner, name in ((Account, "__call__"), *((Observer, n) for n in ("step", "span", "gauge", "event"))):
+        timed(owner, name)
+    with tempfile.TemporaryDirectory() as folder:
+        overrides = {"train.max_steps": str(steps), "flow.mode": "inline", "observe.trace": "true"}
+        settings = demo_settings(Arguments(Path(folder) / "run"), {**overrides, "observe.diagnose_every_steps": "20"})
+        ready_store(settings)
+        run = compose(settings)
+        training.train(run, notice=print, console=Console(file=io.StringIO(), width=120))
+    (first_s, before_s), (last_s, after_s) = marks[0], marks[-1]
+    whole, observing = (last_s - first_s) / (steps - 1), (after_s - before_s) / (steps - 1)
+    cost = f"observing {observing * 1e6:.0f} µs = {observing / whole:.2%}"
+    Console().print(f"{steps} steps: {whole * 1e3:.0f} ms of CPU a step, {cost}")
 
 
 def report(rng: np.random.Generator, step: int, buckets: int, slots: int) -> StepReport:
