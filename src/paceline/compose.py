@@ -77,7 +77,7 @@ def compose(settings: Settings) -> Composition:
     Raises:
         PacelineError: one line per fault.
     """
-    _check_support(settings)
+    check_support(settings)
     facts, taps, spec = resolve_spec(settings)
     source = open_store(settings.store_path)
     orders = step_orders(settings, functools.partial(epoch_plan, settings, spec, source))
@@ -166,7 +166,12 @@ def validation_batches(run: Composition) -> list[HostBatch]:
     return found
 
 
-def _check_support(settings: Settings) -> None:
+def check_support(settings: Settings) -> None:
+    """Refuse what this machine or this version cannot do; needs the settings alone.
+
+    Raises:
+        ConfigError: one line per fault.
+    """
     faults = []
     for role, names in (
         ("target_devices", settings.flow.target_devices),

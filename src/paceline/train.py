@@ -144,6 +144,7 @@ def train(run: Composition, *, notice: Callable[[str], None], console: Console |
     """
     orders = run.remaining
     if not orders:
+        store.read_checkpoint(run.run_dir, run.first_step)
         return Outcome(run.first_step, len(run.orders), stopped=False)
     first_plan = epoch_plan(run.settings, run.spec, run.source, orders[0].epoch)
     header = {

@@ -92,6 +92,25 @@ def test_a_width_that_the_drafter_cannot_have(make_run: MakeRun, capfd) -> None:
     assert "hidden_size" in line and "96" in line and "128" in line
 
 
+def test_a_bad_tap_is_refused_before_the_data_is_touched(make_run: MakeRun, tmp_path: Path, few_chats, capfd) -> None:
+    settings = make_run(data={"train": [str(few_chats)], "store": str(tmp_path / "own")}, target={"taps": [1, 99]})
+    assert "99" in refused(["train", str(settings)], capfd, 1)
+    assert not (tmp_path / "own").exists()
+
+
+def test_a_finished_run_with_a_damaged_checkpoint_says_so(make_run: MakeRun, tmp_path: Path, capfd) -> None:
+    settings = make_run(train={"max_steps": 2})
+    assert main(["train", str(settings)]) == 0
+    (state,) = (tmp_path / "run" / "checkpoints").rglob("state.pt")
+    state.write_bytes(state.read_bytes()[:100])
+    capfd.readouterr()
+    assert "cannot be read" in refused(["train", str(settings)], capfd, 1)
+
+
+def test_a_folder_without_a_run(tmp_path: Path, capfd) -> None:
+    assert "a folder without a run" in refused(["train", str(tmp_path)], capfd, 2)
+
+
 def test_taps_that_the_target_does_not_have(make_run: MakeRun, capfd) -> None:
     assert "8" in refused(["train", str(make_run(target={"taps": [1, 8]}))], capfd, 1)
 

@@ -45,7 +45,7 @@ def write_checkpoint(run_dir: Path, step: int, state: dict[str, Any], *, keep_la
         CheckpointError: the disk is full or not writable; what was there stays as it was.
     """
     final = checkpoint_path(run_dir, step)
-    if final.is_dir():
+    if (final / NOTE).is_file():
         return final
     aside = final.with_name(final.name + ASIDE)
     try:
@@ -58,14 +58,17 @@ def write_checkpoint(run_dir: Path, step: int, state: dict[str, Any], *, keep_la
         (aside / NOTE).write_text(json.dumps({"step": step}) + "\n", encoding="utf-8")
         for path in aside.iterdir():
             _fsync(path)
+        shutil.rmtree(final, ignore_errors=True)
         aside.replace(final)
         _fsync(final.parent)
     except (OSError, RuntimeError, SafetensorError) as fault:
         shutil.rmtree(aside, ignore_errors=True)
         last = newest_step(run_dir)
         kept = f"the checkpoint of step {last} is intact" if last else "no checkpoint was written before"
+        room = f"{shutil.disk_usage(final.parent).free / 2**20:.0f} MiB free on this disk"
         raise CheckpointError(
-            f"{final}: checkpoint not written ({fault}); {kept}; make room and run the same command to go on"
+            f"{final}: checkpoint not written ({str(fault).splitlines()[0]}; {room}); {kept}; make room and run the "
+            "same command to go on"
         ) from fault
     for old in steps(run_dir)[:-keep_last]:
         shutil.rmtree(checkpoint_path(run_dir, old), ignore_errors=True)

@@ -62,8 +62,11 @@ def run(argv: Sequence[str]) -> int:
 
 def train_run(settings: Settings) -> Outcome:
     """Prepare where needed, show what is about to be trained, train, say how it ended."""
+    from paceline.compose import check_support, compose, resolve_spec
+
+    check_support(settings)
+    resolve_spec(settings)
     ready_store(settings)
-    from paceline.compose import compose
     from paceline.train import train
 
     composition = compose(settings)

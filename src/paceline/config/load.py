@@ -119,6 +119,8 @@ def _read_document(path: str | Path) -> tuple[dict[str, Any], dict[KeyPath, str]
         document = yaml.safe_load(text)
     except FileNotFoundError:
         raise ConfigError(f"{file}: no such settings file; give the path of a YAML file") from None
+    except IsADirectoryError:
+        raise ConfigError(f"{file}: a folder without a run; give a settings file or the directory of a run") from None
     except (OSError, UnicodeDecodeError) as fault:
         raise ConfigError(f"{file}: cannot be read as text ({fault}); give the path of a YAML file") from None
     except yaml.MarkedYAMLError as fault:
@@ -216,7 +218,9 @@ def _explain(error: ErrorDetails, document: Any) -> str:
     message = error["msg"].removeprefix("Value error, ")
     if kind == "literal_error":
         choices = [str(choice).strip("'") for choice in error["ctx"]["expected"].replace(" or ", ", ").split(", ")]
-        return f"{name}{shown}: not allowed; {suggestion(str(error['input']), choices)} (one of {', '.join(choices)})"
+        hint = suggestion(str(error["input"]), choices)
+        every = "" if hint.startswith("allowed: ") else f" (one of {', '.join(choices)})"
+        return f"{name}{shown}: not allowed; {hint}{every}"
     message = message.removeprefix("Input should be ")
     text = message if kind == "value_error" else f"must be {message}"
     sentence = _sentence(path)

@@ -35,4 +35,4 @@ class StopRequest:
         if self._asked:
             raise KeyboardInterrupt
         self._asked = True
-        self._notice("stopping after this step, with a checkpoint; once more stops at once, without")
+        self._notice("stopping: the open step is finished and a checkpoint written; once more stops at once, without")
