@@ -14,6 +14,8 @@ from paceline.observe.history import History
 
 MIN_STEPS = 40
 """Fewer lines than this say nothing about jitter."""
+FIRST_SHARE = 0.1
+"""Share of the planned steps, at the start of a run, that is left out."""
 MIN_SHARE = 0.3
 """Share of the variance that must be explained before anyone is named."""
 MIN_JITTER = 0.02
@@ -56,6 +58,8 @@ def explain_jitter(run: History) -> Jitter | None:
     """
     loss = run.series("loss")
     good = np.isfinite(loss)
+    # A new drafter's first steps fall too steeply to say anything about what a step holds.
+    good &= run.steps > FIRST_SHARE * run.total_steps
     count = int(good.sum())
     if count < MIN_STEPS:
         return None
