@@ -109,6 +109,9 @@ def test_warnings_say_what_is_wrong_in_words():
     shuffled = forecast(lengths, None, SMALL.model_copy(update={"strategy": "shuffled"}), num_anchors=9, block_size=4)
     assert any("are padding; strategy: grid" in text for text in shuffled.warnings)
     assert shuffled.repeats is None
+    gappy = forecast([1] * 5, None, SMALL, num_anchors=9, block_size=4)
+    assert any("are padding; a lower plan.width_multiple" in text for text in gappy.warnings)
+    assert not any("grid wastes least" in text for text in gappy.warnings)
     bins = forecast(lengths, None, SMALL.model_copy(update={"strategy": "packed"}), num_anchors=9, block_size=4)
     assert any("forwards that keep documents apart" in text for text in bins.warnings)
     frozen = forecast(LENGTHS, None, SMALL.model_copy(update={"strategy": "sorted"}), num_anchors=9, block_size=4)

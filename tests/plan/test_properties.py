@@ -9,8 +9,10 @@ from hypothesis import strategies as st
 
 from paceline.config.plan import PlanConfig, Schedule, Strategy
 from paceline.plan.epoch import plan_epoch, plan_schedules
+from paceline.plan.limits import Limits
 from paceline.plan.schedules import SCHEDULES
 from paceline.plan.strategies import STRATEGIES
+from paceline.plan.strategies.grid import MOST_GROWTH, grid_classes
 
 EXAMPLES = 25
 
@@ -123,6 +125,31 @@ def test_stratified_windows_hold_floor_or_ceiling_of_every_bucket(strategy, requ
         counts = (buckets == bucket).sum(axis=1)
         share = (buckets == bucket).sum() / whole
         assert set(counts.tolist()) <= {int(np.floor(share)), int(np.ceil(share))}
+
+
+@st.composite
+def outliers(draw):
+    """Many samples of a few lengths and a few of very different ones, anywhere under the budget."""
+    usual = draw(st.lists(st.tuples(st.integers(1, 4096), st.integers(1, 3000)), min_size=1, max_size=6))
+    rare = draw(st.lists(st.integers(1, 49_152), max_size=12))
+    return np.concatenate([*(np.full(count, length) for length, count in usual), np.array(rare, int)])
+
+
+@settings(max_examples=60, deadline=None)
+@given(lengths=outliers(), multiple=st.sampled_from([1, 64]), class_batches=st.integers(1, 8))
+def test_grid_needs_hardly_more_batches_than_sorted(lengths, multiple, class_batches):
+    made = {}
+    for strategy in ("grid", "sorted"):
+        config = PlanConfig(strategy=strategy, width_multiple=multiple, grid_class_batches=class_batches)
+        made[strategy] = plan_epoch(lengths, None, config, num_anchors=8, block_size=4, seed=0, epoch=0)
+    widths = np.unique(-(-lengths // multiple) * multiple)
+    limits = Limits.of(config)
+    bounds = np.searchsorted(np.sort(-(-lengths // multiple) * multiple), np.append(widths, widths[-1] + 1))
+    joint = int(grid_classes(bounds, widths, limits, class_batches).joint.sum())
+    assert made["grid"].num_batches <= made["sorted"].num_batches + joint
+    padded = {name: int((plan.counts * plan.widths.astype(np.int64)).sum()) for name, plan in made.items()}
+    # A batch may reach from one class into the next, and is then padded to it: at most one for every width.
+    assert padded["grid"] <= MOST_GROWTH * padded["sorted"] + config.token_budget * len(widths)
 
 
 @settings(max_examples=40, deadline=None)

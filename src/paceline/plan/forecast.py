@@ -328,7 +328,11 @@ def _warnings(made: Forecast, plan: EpochPlan) -> list[str]:
             )
         )
     if made.efficiency < 0.9:
-        told.append(f"{1 - made.efficiency:.0%} of the padded tokens are padding; strategy: grid wastes least.")
+        advice = {
+            "grid": "a lower plan.width_multiple or more samples leave less",
+            "sorted": "the lengths are too far apart for full batches of nearly one length",
+        }.get(made.strategy, "strategy: grid wastes least")
+        told.append(f"{1 - made.efficiency:.0%} of the padded tokens are padding; {advice}.")
     if made.repairing > 0.05:
         told.append(
             f"{made.repairing:.0%} of the samples that share a batch share one again in the next epoch"

@@ -3,18 +3,43 @@
 The classes are the padded widths (multiples of ``width_multiple``), so that padding is what rounding costs and nothing
 more. What is left of a class flows into the next longer one: no partial batch but where a budget demands it. In a small
 data set a class may hold no more than a batch or two, and the same samples would meet again every epoch: so
-neighbouring widths share a class until it fills ``grid_class_batches`` batches.
+neighbouring widths share a class until it fills ``grid_class_batches`` batches, as long as that costs little.
+
+How little: cut the samples in order of length, as ``sorted`` does. The batches of one width are a class of their own,
+or join their neighbours where the joint class needs at most one batch more than they do and at most `MOST_GROWTH` times
+their padded tokens. Every class cut by itself is one way to cut the epoch, and the cut made here is the shortest: so an
+epoch has at most as many batches as ``sorted`` and one more for every joint class (draft positions aside).
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from paceline.config.plan import PlanConfig
-from paceline.plan.composition import Composition, class_composition
+from paceline.plan.composition import Composition, class_composition, cut_runs
 from paceline.plan.intake import Entries
 from paceline.plan.keys import class_order, random_order
 from paceline.plan.limits import Limits
+
+MOST_GROWTH = 1.2
+"""Padded tokens of a joint class over those of its parts, at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class GridClasses:
+    """Classes as stretches of the samples in order of width, shortest first.
+
+    Attributes:
+        ends: class c is the samples ``ends[c]`` to ``ends[c + 1]``, int64 [C + 1].
+        widths: widest padded width of each class, int64 [C].
+        joint: whether a class joins the batches of several widths, bool [C].
+    """
+
+    ends: np.ndarray
+    widths: np.ndarray
+    joint: np.ndarray
 
 
 def compose(entries: Entries, limits: Limits, settings: PlanConfig, bits: np.random.BitGenerator) -> Composition:
@@ -24,39 +49,53 @@ def compose(entries: Entries, limits: Limits, settings: PlanConfig, bits: np.ran
     classes = width_classes(entries.lengths, q, num_classes)
     order, bounds = class_order(classes, num_classes, bits)
     entries.know_histogram(np.diff(bounds))
-    tops = class_tops(entries.histogram, limits, settings.grid_class_batches)
-    if len(tops) == num_classes:
-        return class_composition(order, bounds, np.arange(1, num_classes + 1) * q, limits, entries.drafts)
-    ends = np.concatenate([np.zeros(1, np.int64), bounds[tops + 1]])
-    widest = np.diff(tops, prepend=-1) > 1
-    for start, stop in zip(ends[:-1][widest].tolist(), ends[1:][widest].tolist(), strict=True):
+    widths = np.arange(1, num_classes + 1, dtype=np.int64) * q
+    made = grid_classes(bounds, widths, limits, settings.grid_class_batches)
+    if not made.joint.any():
+        return class_composition(order, bounds, widths, limits, entries.drafts)
+    for start, stop in zip(made.ends[:-1][made.joint].tolist(), made.ends[1:][made.joint].tolist(), strict=True):
         order[start:stop] = order[start:stop][random_order(bits, stop - start)]
-    made = class_composition(order, ends, (tops + 1) * q, limits, entries.drafts)
-    longest = np.maximum.reduceat(classes[order], made.offsets[:-1]).astype(np.int32)
-    return Composition(made.order, made.offsets, (longest + 1) * np.int32(q))
+    cut = class_composition(order, made.ends, made.widths, limits, entries.drafts)
+    longest = np.maximum.reduceat(classes[order], cut.offsets[:-1]).astype(np.int32)
+    return Composition(cut.order, cut.offsets, (longest + 1) * np.int32(q))
 
 
-def class_tops(histogram: np.ndarray, limits: Limits, class_batches: int) -> np.ndarray:
-    """Widest width class of every grid class, ascending, int64: merged from below until ``class_batches`` are filled.
+def grid_classes(bounds: np.ndarray, widths: np.ndarray, limits: Limits, class_batches: int) -> GridClasses:
+    """Joins neighbouring widths from below until a class fills ``class_batches`` batches, where that costs little.
 
     Args:
-        histogram: entries per padded width.
+        bounds: width w is the samples ``bounds[w]`` to ``bounds[w + 1]``, int64 [widths + 1].
+        widths: padded widths, ascending.
         limits: budgets, for the samples a batch holds.
-        class_batches: batches that a grid class fills at least; what is too little at the end joins the last class.
+        class_batches: batches after which a class is full; one that cannot be filled joins the last where it may.
     """
-    held, tops = 0, []
-    widths = np.arange(1, len(histogram) + 1, dtype=np.int64) * limits.width_multiple
-    for place in np.flatnonzero(histogram).tolist():
-        held += int(histogram[place])
-        if held >= class_batches * limits.capacity(int(widths[place])):
-            tops.append(place)
-            held = 0
-    if held or not tops:
-        tops[-1:] = [len(histogram) - 1]
-    filled = np.array(tops, np.int64)
-    if class_batches == 1 or len(filled) == np.count_nonzero(histogram):
-        return np.arange(len(histogram), dtype=np.int64)
-    return filled
+    offsets = cut_runs(bounds, widths, limits, None)
+    top = np.searchsorted(bounds, offsets[1:] - 1, side="right") - 1
+    first = np.flatnonzero(np.diff(top, prepend=-1))
+    starts = np.append(offsets[first], offsets[-1])
+    sizes, own = np.diff(starts).tolist(), widths[top[first]].tolist()
+    batches = np.diff(first, append=len(top)).tolist()
+
+    def costs_little(parts: range) -> bool:
+        held, most = sum(sizes[parts.start : parts.stop]), own[parts.stop - 1]
+        padded = sum(sizes[part] * own[part] for part in parts)
+        needed = -(-held // limits.capacity(most))
+        return needed <= sum(batches[parts.start : parts.stop]) + 1 and held * most <= MOST_GROWTH * padded
+
+    groups: list[range] = []
+    for part in range(len(sizes)):
+        joined = range(groups[-1].start if groups else part, part + 1)
+        open_still = groups and sum(batches[groups[-1].start : groups[-1].stop]) < class_batches
+        if open_still and costs_little(joined):
+            groups[-1] = joined
+        else:
+            groups.append(range(part, part + 1))
+    if len(groups) > 1 and sum(batches[groups[-1].start :]) < class_batches:
+        joined = range(groups[-2].start, groups[-1].stop)
+        groups[-2:] = [joined] if costs_little(joined) else groups[-2:]
+    ends = np.array([0, *(int(starts[group.stop]) for group in groups)], np.int64)
+    joint = np.array([len(group) > 1 for group in groups])
+    return GridClasses(ends, np.array([own[group.stop - 1] for group in groups], np.int64), joint)
 
 
 def width_classes(lengths: np.ndarray, q: int, num_classes: int) -> np.ndarray:
