@@ -36,6 +36,8 @@ class Arguments:
 
     run: Annotated[Path, tyro.conf.Positional]
     """Settings file of a new run, or the directory of a run to go on with."""
+    profile: tuple[int, int] | None = None
+    """First and last step to watch with torch's profiler; short for --observe.profile-steps."""
     json: bool = False
     """Print the outcome as JSON on standard output."""
 
@@ -43,6 +45,8 @@ class Arguments:
 def run(argv: Sequence[str]) -> int:
     """Train; exit code 0 when the run is finished or was stopped with a checkpoint."""
     arguments, overrides = frame.parse(Arguments, argv, prog="paceline train", description=DESCRIPTION, settings=True)
+    if arguments.profile is not None:
+        overrides["observe.profile_steps"] = str(list(arguments.profile))
     if is_run_directory(arguments.run):
         settings = read_run_settings(arguments.run, overrides)
     else:
