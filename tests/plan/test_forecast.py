@@ -9,8 +9,8 @@ import pytest
 
 from paceline.config.plan import PlanConfig
 from paceline.plan.epoch import plan_epoch
-from paceline.plan.forecast import forecast, mean_slots
-from paceline.plan.measures import batch_totals, lag_correlation, repairing, repeats, step_deviation
+from paceline.plan.forecast import describe, forecast
+from paceline.plan.measures import batch_totals, lag_correlation, mean_slots, repairing, repeats, step_deviation
 
 SHAPE = {"num_anchors": 20, "block_size": 4, "seed": 1}
 LENGTHS = np.clip(np.random.default_rng(3).lognormal(5, 0.8, 1500), 3, 2000).astype(int)
@@ -49,6 +49,29 @@ def test_repeats_runs_and_spread_equal_slow_counts(schedule):
     means = [np.mean([batch.real_tokens / len(batch.rows) for batch in window]) for window in windows]
     assert step_deviation(made, batch_totals(made)) == pytest.approx(np.std(means))
     assert lag_correlation(made, batch_totals(made)) == pytest.approx(np.corrcoef(means[:-1], means[1:])[0, 1])
+
+
+@pytest.mark.parametrize("weighting", ["token", "anchor", "sample"])
+@pytest.mark.parametrize("eligible", [None, ELIGIBLE])
+def test_a_step_weighs_its_samples_as_the_loss_does(weighting, eligible):
+    first, second = (plan_epoch(LENGTHS, eligible, SMALL, epoch=epoch, **SHAPE) for epoch in (0, 1))
+    slots = {"token": lambda room: min(room, 3), "anchor": lambda room: 1}
+    means, sums = [], np.zeros(2)
+    for number in range(first.num_windows):
+        top = bottom = 0.0
+        for row in (row for index in first.window(number) for row in first.rows(index).tolist()):
+            rooms = range(1, 1 + int(LENGTHS[row] if eligible is None else eligible[row]))
+            own = min(20, len(rooms)) / len(rooms)  # anchors are drawn evenly from all places
+            weight = 1.0 if weighting == "sample" else own * sum(map(slots[weighting], rooms))
+            top, bottom = top + weight * LENGTHS[row], bottom + weight
+        sums += top, bottom
+        if len(first.window(number)) == 3:
+            means.append(top / bottom)
+    told = describe(first, second, (), 1, weighting=weighting)
+    assert told.weighting == weighting
+    assert told.step_deviation_tokens == pytest.approx(np.std(means))
+    assert told.mean_tokens == pytest.approx(sums[0] / sums[1])
+    assert told.batch_mean_deviation_tokens == pytest.approx(step_deviation(first, batch_totals(first)))
 
 
 def test_repairing_equals_a_count_of_pairs():

@@ -92,7 +92,8 @@ def run(argv: Sequence[str]) -> int:
             plan = plan_epoch(source.lengths, source.eligible, source.settings.plan, epoch=epoch, **_shape(source))
             plans += [plan] if epoch < 2 else []
             windows.append(plan.num_windows)
-        forecast = describe(plans[0], plans[1], windows[2:], source.epochs, arguments.tokens_per_s)
+        weighting = source.settings.objective.weighting
+        forecast = describe(plans[0], plans[1], windows[2:], source.epochs, arguments.tokens_per_s, weighting=weighting)
     if arguments.plot is not None:
         from paceline.plan.draw import draw_plan
 
@@ -193,6 +194,7 @@ def _run_compare(arguments: Arguments, source: Source) -> int:
     times: dict[str, float] = {}
     refused: dict[str, str] = {}
     schedules = get_args(Schedule)
+    weighting = source.settings.objective.weighting
     with frame.stderr.status("planning") as status:
         for strategy in get_args(Strategy):
             status.update(f"planning {strategy}")
@@ -204,7 +206,8 @@ def _run_compare(arguments: Arguments, source: Source) -> int:
                 continue
             again = repairing(plans[0], following)
             rows[strategy] = [
-                describe(plan, following, (), 1, arguments.tokens_per_s, repaired=again) for plan in plans
+                describe(plan, following, (), 1, arguments.tokens_per_s, repaired=again, weighting=weighting)
+                for plan in plans
             ]
             times[strategy] = seconds
     if not rows:

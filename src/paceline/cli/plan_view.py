@@ -91,6 +91,10 @@ def _percent(value: float) -> str:
     return "–" if value != value else f"{value:.1%}"
 
 
+def _number(value: float, digits: int = 1) -> str:
+    return "–" if value != value else f"{value:,.{digits}f}"
+
+
 def _facts(forecast: Forecast) -> Table:
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="bold")
@@ -121,10 +125,15 @@ def _facts(forecast: Forecast) -> Table:
         )
     table.add_row(
         "step σ",
-        f"{forecast.step_deviation_tokens:,.1f} tokens around a mean sample length of {forecast.mean_tokens:,.0f} "
-        "(the length-driven part of the loss curve's noise)",
+        f"{_number(forecast.step_deviation_tokens)} tokens around a mean length of {_number(forecast.mean_tokens, 0)}, "
+        f"each sample weighed by {forecast.weighting} as in the loss (the length-driven part of its noise)",
     )
-    table.add_row("re-pairing", f"{forecast.repairing:.2%} of the batch-mates meet again in the next epoch")
+    table.add_row(
+        "",
+        f"{_number(forecast.batch_mean_deviation_tokens)} tokens if batches were averaged as equals",
+    )
+    again = "–" if forecast.repairing != forecast.repairing else f"{forecast.repairing:.2%}"
+    table.add_row("re-pairing", f"{again} of the batch-mates meet again in the next epoch")
     if forecast.replicas > 1:
         table.add_row("balance", f"slowest replica has {forecast.cost_spread:.3f} times the mean work of a window")
     table.add_row("fingerprint", forecast.fingerprint)
@@ -177,14 +186,17 @@ def render_comparison(rows: Mapping[str, Sequence[Forecast]], times: Mapping[str
     noise = _by_schedule(
         rows,
         lambda made: Text(
-            f"{made.step_deviation_tokens:,.0f}",
+            _number(made.step_deviation_tokens, 0),
             style="bold green" if made.step_deviation_tokens <= 1.5 * calmest else "",
         ),
     )
     crowds = _by_schedule(rows, _crowded)
     return Group(
         composed,
-        Text("\nstep σ in tokens: spread of the steps' mean sample length (less is calmer)", style="bold"),
+        Text(
+            "\nstep σ in tokens: spread of the steps' mean length, weighed as in the loss (less is calmer)",
+            style="bold",
+        ),
         noise,
         Text("\nwindows with three quarters or more from one bucket, % of the epoch / of its last tenth", style="bold"),
         crowds,
@@ -202,7 +214,7 @@ def _recommended(forecasts: Sequence[Forecast]) -> Text:
     return Text.assemble(
         "least padding with padded batches that are new every epoch: ",
         (f"{best.strategy} × {best.schedule}", "bold green"),
-        f" ({best.efficiency:.1%} real, step σ {best.step_deviation_tokens:,.0f} tokens)",
+        f" ({best.efficiency:.1%} real, step σ {_number(best.step_deviation_tokens, 0)} tokens)",
     )
 
 

@@ -166,7 +166,7 @@ def _draw_steps(axis: Axes, plan: EpochPlan, forecast: Forecast) -> None:
     axis.set_xlabel("progress of the epoch, %", fontsize=9)
     axis.set_ylabel("mean tokens of a sample", fontsize=9)
     axis.set_title(
-        f"What a step sees (line; dots: micro-batches); spread {forecast.step_deviation_tokens:,.0f} tokens",
+        f"What a step sees (line; dots: micro-batches); spread {forecast.batch_mean_deviation_tokens:,.0f} tokens",
         fontsize=10,
         loc="left",
         color=INK,

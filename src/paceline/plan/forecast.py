@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -20,11 +20,15 @@ from paceline.plan.measures import (
     batch_totals,
     cost_spread,
     lag_correlation,
+    mean_slots,
     repairing,
     repeats,
     step_deviation,
+    weighted_means,
     whole_windows,
 )
+
+Weighting = Literal["token", "anchor", "sample"]
 
 BATCHES_OVER_SAMPLES = 1.5
 """A bucket whose share of the batches exceeds its share of the samples by this factor is named in a warning."""
@@ -75,7 +79,11 @@ class Forecast:
         shapes, widths: distinct (samples, width) and distinct widths.
         buckets: per bucket.
         repeats: buckets in windows; None for strategies whose batches mix all lengths.
-        step_deviation_tokens, mean_tokens: spread over windows, and mean, of the mean sample length.
+        weighting: what counts equally in the loss of a step: token, anchor or sample.
+        step_deviation_tokens, mean_tokens: standard deviation over windows, and mean over the epoch, of the sample
+            length, each sample weighing what it weighs in the loss.
+        batch_mean_deviation_tokens: standard deviation over windows of the plain mean of their batches' mean lengths,
+            as a trainer that averages batches as equals would see it.
         lag_correlation: of successive windows' mean length.
         cost_spread: largest over mean work of the replicas in a window.
         repairing: share of batch-mates that meet again in the next epoch.
@@ -105,8 +113,10 @@ class Forecast:
     widths: int
     buckets: list[BucketForecast]
     repeats: Repeats | None
+    weighting: Weighting
     step_deviation_tokens: float
     mean_tokens: float
+    batch_mean_deviation_tokens: float
     lag_correlation: float
     cost_spread: float
     repairing: float
@@ -141,6 +151,7 @@ def forecast(
     epochs: int = 1,
     padded_tokens_per_s: float | None = None,
     groups: Groups | None = None,
+    weighting: Weighting = "token",
 ) -> Forecast:
     """Plans the first two epochs (and counts the others) and measures what they promise.
 
@@ -148,6 +159,7 @@ def forecast(
         lengths, eligible, settings, num_anchors, block_size, replicas, seed, groups: as for `plan_epoch`.
         epochs: length of the run.
         padded_tokens_per_s: measured speed of the pipeline, for an estimate of the time.
+        weighting: of the objective: what counts equally in the loss of a step.
 
     Raises:
         PlanError: as `plan_epoch`.
@@ -167,9 +179,8 @@ def forecast(
         )
 
     first = plan(0)
-    return describe(
-        first, plan(1), [plan(epoch).num_windows for epoch in range(2, epochs)], epochs, padded_tokens_per_s
-    )
+    later = [plan(epoch).num_windows for epoch in range(2, epochs)]
+    return describe(first, plan(1), later, epochs, padded_tokens_per_s, weighting=weighting)
 
 
 def describe(
@@ -180,6 +191,7 @@ def describe(
     padded_tokens_per_s: float | None = None,
     *,
     repaired: float | None = None,
+    weighting: Weighting = "token",
 ) -> Forecast:
     """The forecast of a run from its first two plans and the number of windows of each later epoch.
 
@@ -190,6 +202,7 @@ def describe(
     padded = int(totals.padded_tokens.sum())
     real = int(totals.real_tokens.sum())
     planned = np.sort(_planned_lengths(first))
+    steps, mean = weighted_means(first, weighting)
     mixing = first.composition.packed or settings.strategy == "shuffled"
     made = Forecast(
         strategy=settings.strategy,
@@ -213,8 +226,10 @@ def describe(
         widths=len(np.unique(first.widths)),
         buckets=_bucket_rows(first, totals),
         repeats=None if mixing else repeats(first),
-        step_deviation_tokens=step_deviation(first, totals),
-        mean_tokens=float((totals.real_tokens / totals.samples).mean()),
+        weighting=weighting,
+        step_deviation_tokens=float(steps.std()) if len(steps) else float("nan"),
+        mean_tokens=mean,
+        batch_mean_deviation_tokens=step_deviation(first, totals),
         lag_correlation=lag_correlation(first, totals),
         cost_spread=cost_spread(first, totals),
         repairing=repairing(first, second) if repaired is None else repaired,
@@ -236,18 +251,6 @@ def _planned_rows(plan: EpochPlan) -> np.ndarray:
 
 def _planned_lengths(plan: EpochPlan) -> np.ndarray:
     return plan.lengths[_planned_rows(plan)]
-
-
-def mean_slots(eligible: np.ndarray, block_size: int) -> np.ndarray:
-    """Supervised slots of one anchor on average, float64, same shape.
-
-    An anchor d places before the end of a supervised stretch of e eligible positions supervises min(block − 1, d)
-    slots; this is the mean over d = 1 .. e. The stretch is taken to be one piece: an upper bound for answers in parts.
-    """
-    drafts = block_size - 1
-    count = np.maximum(eligible, 1).astype(np.float64)
-    inside = np.minimum(count, drafts)
-    return (inside * (inside + 1) / 2 + (count - inside) * drafts) / count
 
 
 def _bucket_rows(plan: EpochPlan, totals: BatchTotals) -> list[BucketForecast]:

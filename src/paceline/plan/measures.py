@@ -95,10 +95,53 @@ def longest_run(values: np.ndarray) -> int:
     return int(np.diff(borders).max())
 
 
-def step_deviation(plan: EpochPlan, totals: BatchTotals) -> float:
-    """Standard deviation over whole windows of the mean, over their batches, of the mean sample length, in tokens.
+def mean_slots(eligible: np.ndarray, block_size: int) -> np.ndarray:
+    """Supervised slots of one anchor on average, float64, same shape.
 
-    Times the slope of a loss that is linear in length, it is the length-driven part of the step-to-step noise.
+    An anchor d places before the end of a supervised stretch of e eligible positions supervises min(block − 1, d)
+    slots; this is the mean over d = 1 .. e. The stretch is taken to be one piece: an upper bound for answers in parts.
+    """
+    drafts = block_size - 1
+    count = np.maximum(eligible, 1).astype(np.float64)
+    inside = np.minimum(count, drafts)
+    return (inside * (inside + 1) / 2 + (count - inside) * drafts) / count
+
+
+def sample_weights(eligible: np.ndarray, num_anchors: int, block_size: int, weighting: str) -> np.ndarray:
+    """What each sample weighs in the loss of its window, float64, same shape.
+
+    ``token``: its supervised slots, anchors × slots of one on average, before any decay over the slots; ``anchor``: its
+    anchors; ``sample``: 1.
+    """
+    if weighting == "sample":
+        return np.ones(len(eligible))
+    anchors = draft_positions(eligible, num_anchors, 1).astype(np.float64)
+    return anchors * mean_slots(eligible, block_size) if weighting == "token" else anchors
+
+
+def weighted_means(plan: EpochPlan, weighting: str) -> tuple[np.ndarray, float]:
+    """Σ weight · length / Σ weight of each whole window, float64 [W], and of the whole epoch, in tokens.
+
+    Weights as in the loss: so the standard deviation over windows, times the slope of a loss that is linear in length,
+    is the length-driven part of the step-to-step noise.
+    """
+    composition = plan.composition
+    lengths = plan.lengths[composition.order]
+    known = None if plan.eligible is None else plan.eligible[composition.order]
+    eligible = eligible_counts(lengths, known, plan.settings)
+    weights = sample_weights(eligible, plan.num_anchors, plan.block_size, weighting)
+    starts = composition.offsets[:-1]
+    weight = np.add.reduceat(weights, starts)[plan.sequence]
+    weighted = np.add.reduceat(weights * lengths, starts)[plan.sequence]
+    total, sums = float(weight.sum()), whole_windows(plan, weight).sum(axis=1)
+    means = whole_windows(plan, weighted).sum(axis=1)[sums > 0] / sums[sums > 0]
+    return means, float(weighted.sum()) / total if total else float("nan")
+
+
+def step_deviation(plan: EpochPlan, totals: BatchTotals) -> float:
+    """Standard deviation over whole windows of the plain mean of their batches' mean sample lengths, in tokens.
+
+    This is what a trainer sees that averages batches as equals; for paceline's own loss see `weighted_means`.
     """
     windows = whole_windows(plan, totals.real_tokens / totals.samples)
     return float(windows.mean(axis=1).std()) if len(windows) else float("nan")
