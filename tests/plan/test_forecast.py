@@ -142,6 +142,13 @@ def test_warnings_say_what_is_wrong_in_words():
     tail = SMALL.model_copy(update={"schedule": "round_robin", "accumulate": 4})
     assert any("schedule: stratified avoids it" in text for text in forecast(
         LENGTHS, None, tail, num_anchors=9, block_size=4).warnings)  # fmt: skip
+    single = SMALL.model_copy(update={"max_samples": 1})
+    uneven = forecast(LENGTHS[:10], None, single, num_anchors=9, block_size=4, replicas=3)
+    assert uneven.num_windows == 2
+    assert any("10 micro-batches cannot be shared evenly among 3 replicas" in text for text in uneven.warnings)
+    carry = single.model_copy(update={"leftover": "carry"})
+    carrying = forecast(LENGTHS[:10], None, carry, num_anchors=9, block_size=4, replicas=3)
+    assert not any("shared evenly" in text for text in carrying.warnings)
     tiny = forecast([5, 6], None, SMALL, num_anchors=9, block_size=4)
     assert any("fill no window of 3" in text for text in tiny.warnings)
 

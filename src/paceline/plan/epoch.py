@@ -371,15 +371,19 @@ def _pooled(
     )
     evened = None
     if settings.leftover == "short" and replicas > 1 and len(leftover) % replicas:
-        leftover = splittable(leftover, ranked, np.diff(composition.offsets), replicas)
+        leftover = splittable(leftover, ranked, np.diff(composition.offsets), replicas, settings.accumulate * replicas)
         ranking = ranked[~np.isin(ranked, leftover)]
         evened = even_out(composition, leftover, replicas, entries.lengths, limits)
     if evened is not None:
         composition, leftover = evened.composition, evened.leftover(leftover)
         ranking = evened.first[ranking].astype(ranking.dtype)
         bucket, length = buckets(composition), np.repeat(length, evened.pieces)
-        if len(leftover) == settings.accumulate * replicas:  # split into a whole window: schedule it like any other
-            ranking, leftover = rank_batches(composition, bucket, length), leftover[:0]
+        if len(leftover) >= settings.accumulate * replicas:  # split into whole windows: schedule them like any other
+            ranking, leftover = split_leftover(
+                rank_batches(composition, bucket, length),
+                settings.accumulate * replicas,
+                stream(request.seed, epoch, Purpose.LEFTOVER),
+            )
     pool = Pool(ranking, bucket, length, len(edges), settings.accumulate, replicas, epoch)
     return composition, pool, leftover
 

@@ -36,17 +36,23 @@ class Evened:
         return np.concatenate(parts)
 
 
-def splittable(leftover: np.ndarray, ranking: np.ndarray, sizes: np.ndarray, replicas: int) -> np.ndarray:
+def splittable(
+    leftover: np.ndarray, ranking: np.ndarray, sizes: np.ndarray, replicas: int, window_size: int
+) -> np.ndarray:
     """The batches of the short window, some exchanged for larger ones where they cannot be split as often as needed.
+
+    Where that is not enough either, the largest batches of as many whole windows as it takes join them.
 
     Args:
         leftover: ids of the batches in the short window.
         ranking: ids of all batches of the epoch, shortest first.
         sizes: samples of each batch.
         replicas: R.
+        window_size: batches of a whole window.
 
     Returns:
-        As many ids, shortest first; the given ones where they will do, or where nothing larger is left.
+        Ids, shortest first, as many as given and perhaps whole windows more; the given ones where they will do, or
+        where nothing will.
     """
     missing = -len(leftover) % replicas
     if int((sizes[leftover] - 1).sum()) >= missing:
@@ -59,6 +65,12 @@ def splittable(leftover: np.ndarray, ranking: np.ndarray, sizes: np.ndarray, rep
             chosen[chosen.index(smallest)] = batch
         if int((sizes[chosen] - 1).sum()) >= missing:
             break
+    others = largest_first[~np.isin(largest_first, chosen)]
+    while int((sizes[chosen] - 1).sum()) < missing and len(others):
+        chosen += others[:window_size].tolist()
+        others = others[window_size:]
+    if int((sizes[chosen] - 1).sum()) < missing:
+        return leftover
     return ranking[np.isin(ranking, chosen)]
 
 

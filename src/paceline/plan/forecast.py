@@ -341,6 +341,12 @@ def _warnings(made: Forecast, plan: EpochPlan) -> list[str]:
             f"{made.repairing:.0%} of the samples that share a batch share one again in the next epoch"
             + ("; strategy: grid re-composes." if plan.settings.strategy == "sorted" else "; the data set is small.")
         )
+    if plan.num_batches % plan.replicas:
+        told.append(
+            f"The {made.num_batches:,} micro-batches cannot be shared evenly among {plan.replicas} replicas, and there "
+            "are not enough batches of several samples to split: in the last step of the epoch some replicas have one "
+            "batch less. plan.leftover: carry, or a larger plan.max_samples or plan.token_budget, avoids it."
+        )
     whole = whole_windows(plan, plan.buckets)
     if not len(whole):
         told.append(f"The epoch's {made.num_batches} micro-batches fill no window of {plan.window_size}.")

@@ -80,7 +80,8 @@ class PlanBatchSampler:
             if self._plan.num_batches % self.num_replicas:
                 raise PlanError(
                     f"the samples of epoch {self.epoch} cannot be shared evenly among {self.num_replicas} replicas; "
-                    "set plan.leftover: carry, or use fewer replicas or more data"
+                    "too few batches hold several samples that could be split; set plan.leftover: carry, or raise "
+                    "plan.max_samples or plan.token_budget"
                 )
         return self._plan
 
