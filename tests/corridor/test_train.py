@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -185,7 +186,8 @@ def test_killed_in_the_middle_a_run_goes_on_to_the_same_weights(make_run: MakeRu
 
 
 def test_ctrl_c_checkpoints_and_ends_with_0_and_the_run_goes_on(make_run: MakeRun, tmp_path: Path) -> None:
-    settings, log = make_run("stopped", flow={"mode": "pipeline"}, train={"max_steps": 400}), tmp_path / "log"
+    log = tmp_path / "log"
+    settings = make_run("stopped", flow={"mode": "pipeline"}, train={"epochs": 100, "max_steps": 999})
     process = start(settings, log)
     wait_for_checkpoint(process, run_dir_of(settings), 10, log)
     process.send_signal(signal.SIGINT)
@@ -193,7 +195,8 @@ def test_ctrl_c_checkpoints_and_ends_with_0_and_the_run_goes_on(make_run: MakeRu
     text = log.read_text()
     assert "Traceback" not in text
     stopped_at = store.newest_step(run_dir_of(settings))
-    assert f"stopped at step {stopped_at} of 400" in text.replace("\n", " ")
+    assert re.search(rf"stopped at step {stopped_at} of \d+, checkpoint written", text)
+    assert stopped_at < 90
     assert [line["step"] for line in metric_lines(run_dir_of(settings))] == list(range(1, stopped_at + 1))
 
 

@@ -107,7 +107,7 @@ def test_stop_tokens_end_an_answer_wherever_they_fall(make_pair, prompts):
             if decoded.passes and decoded.passes[-1].emitted == decoded.passes[-1].accepted:
                 inside += 1
     assert inside > 3
-    assert greedy_decode(target, prompts[5], max_new_tokens=40, stop_ids=[stop]).ids == whole[:end]
+    assert greedy_decode(target, prompt, max_new_tokens=40, stop_ids=[stop]).ids == whole[:end]
 
 
 def test_a_stop_token_at_the_length_limit_counts_as_stop(make_pair, prompts):

@@ -91,7 +91,7 @@ class Hub:
         self._computed: dict[Key, DrafterTask] = {}
         self._open: StepOrder | None = None
         self._missing: list[Key] = []
-        self._closing: dict[int, list[StepReport]] = {}
+        self._closing: dict[int, dict[str, StepReport]] = {}
         self._saving: set[int] = set()
         self._waits = {"target": Waits(), "drafter": Waits()}
         self._last_look = time.perf_counter()
@@ -178,7 +178,7 @@ class Hub:
         self._open = None
         if not order.step:
             return
-        self._closing[order.step] = []
+        self._closing[order.step] = {}
         self.last_step = order.step
         for worker in self._drafters:
             worker.send(CloseWindow(order))
@@ -251,10 +251,10 @@ class Hub:
             self._free.append(payload.buffer)
         elif isinstance(payload, WindowClosed):
             reports = self._closing[payload.report.step]
-            reports.append(payload.report)
+            reports[worker.name] = payload.report
             if len(reports) == len(self._drafters):
                 del self._closing[payload.report.step]
-                yield self._with_waits(reports[0])
+                yield self._with_waits(reports[self._drafters[0].name])
         elif isinstance(payload, StateSaved):
             self._saving.remove(payload.step)
         else:
