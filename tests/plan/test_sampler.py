@@ -67,6 +67,47 @@ def test_state_counts_what_was_handed_out_and_a_second_resume_goes_on():
     assert len(list(third)) == len(third)
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_documented_loop_goes_on_after_any_interruption(workers):
+    """Interrupted twice in one epoch, between two epochs and once in a later epoch: nothing twice, nothing missing."""
+    from torch.utils.data import DataLoader
+
+    whole = PlanBatchSampler(LENGTHS, SMALL, seed=3)
+    expected = []
+    for epoch in range(3):
+        whole.set_epoch(epoch)
+        expected += list(whole)
+    size = len(whole)
+    trained, state = [], None
+    for stop in (4, 3, size - 7, size + 5, 2, None):
+        sampler = PlanBatchSampler(LENGTHS, SMALL, seed=3)
+        loader = DataLoader(Padded(), batch_sampler=sampler, collate_fn=Padded.collate, num_workers=workers)
+        if state is not None:
+            sampler.load_state_dict(state)
+        left = stop
+        for epoch in range(sampler.epoch, 3):
+            sampler.set_epoch(epoch)
+            for done, batch in enumerate(loader, 1):
+                trained.append(batch["rows"].tolist())
+                state = sampler.state_dict(consumed=done)
+                left = None if left is None else left - 1
+                if left == 0:
+                    break
+            if left == 0:
+                break
+    assert trained == expected
+
+
+def test_consumed_is_checked():
+    sampler = PlanBatchSampler(LENGTHS, SMALL, seed=3)
+    whole = len(sampler)
+    sampler.load_state_dict(sampler.state_dict(consumed=5))
+    assert sampler.state_dict(consumed=2)["position"] == 7
+    for wrong in (-1, whole - 4, 1.5, True):
+        with pytest.raises(PlanError, match=f"consumed {wrong} is no number of batches of epoch 0: 0 to {whole - 5}"):
+            sampler.state_dict(consumed=wrong)
+
+
 def test_foreign_states_and_ranks_are_refused():
     state = PlanBatchSampler(LENGTHS, SMALL, seed=3).state_dict()
     with pytest.raises(PlanError, match="belongs to another plan"):
@@ -139,7 +180,7 @@ def test_works_in_the_hf_trainer_by_the_documented_recipe(tmp_path):
 
     class Epochs(TrainerCallback):
         def on_epoch_begin(self, args, state, control, **kwargs):
-            sampler.set_epoch(round(state.epoch))
+            sampler.set_epoch(int(state.epoch + 1e-6))
 
     class Model(torch.nn.Module):
         def __init__(self):

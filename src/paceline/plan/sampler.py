@@ -58,7 +58,8 @@ class PlanBatchSampler:
         self.epoch = 0
         self._lengths, self._eligible, self._groups = lengths, eligible, groups
         self._num_anchors, self._block_size = num_anchors, block_size
-        self._start = 0
+        self._start = 0  # where the next pass begins
+        self._origin = 0  # where the last pass began: what `consumed` counts from
         self._position = 0
         self._plan: EpochPlan | None = None
 
@@ -90,7 +91,7 @@ class PlanBatchSampler:
         if epoch < 0:
             raise PlanError(f"epoch {epoch} must be at least 0")
         if epoch != self.epoch:
-            self._start = self._position = 0
+            self._start = self._origin = self._position = 0
         self.epoch = epoch
 
     def __len__(self) -> int:
@@ -100,7 +101,7 @@ class PlanBatchSampler:
     def __iter__(self) -> Iterator[list[int]]:
         """Row numbers of one batch after another, from the position that was loaded, else from the first."""
         plan, start = self.plan, self._start
-        self._start = 0
+        self._start, self._origin = 0, start
         for position in range(start, len(self)):
             self._position = position + 1
             yield plan.rows(position * self.num_replicas + self.rank).tolist()
@@ -109,13 +110,25 @@ class PlanBatchSampler:
         """Where iteration stands.
 
         Args:
-            consumed: batches of this epoch that were trained. A DataLoader with workers asks for batches ahead, so
-                give what the training loop counted; None: batches handed out so far.
+            consumed: batches trained since this pass over the epoch began, which after `load_state_dict` is in the
+                middle: so just what the training loop counted. A DataLoader with workers asks for batches ahead,
+                which is why the sampler cannot count them itself; None: batches handed out so far.
 
         Returns:
-            Plain values: epoch, position, and the plan's fingerprint.
+            Plain values: epoch, position in the epoch, and the plan's fingerprint.
+
+        Raises:
+            PlanError: ``consumed`` is no number of batches that this pass can have.
         """
-        position = self._position if consumed is None else consumed
+        position = self._position
+        if consumed is not None:
+            left = len(self) - self._origin
+            if isinstance(consumed, bool) or not isinstance(consumed, (int, np.integer)) or not 0 <= consumed <= left:
+                raise PlanError(
+                    f"consumed {consumed} is no number of batches of epoch {self.epoch}: 0 to {left} are possible after "
+                    f"position {self._origin}, where this pass began"
+                )
+            position = self._origin + int(consumed)
         return {"epoch": self.epoch, "position": position, "fingerprint": self.plan.fingerprint}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -133,4 +146,4 @@ class PlanBatchSampler:
         position = int(state["position"])
         if not 0 <= position <= len(self):
             raise PlanError(f"position {position} is not in epoch {self.epoch} of {len(self)} batches a rank")
-        self._start = self._position = position
+        self._start = self._origin = self._position = position
