@@ -143,3 +143,69 @@ def test_bad_lengths_are_refused_in_one_line(lengths, words):
 def test_draft_budget_below_one_sample_is_refused():
     with pytest.raises(PlanError, match="draft_position_budget 100 is smaller than the 8192"):
         plan([2_000, 1_000], PlanConfig(draft_position_budget=100))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("token_budget", 2**31),
+        ("draft_position_budget", 2**31),
+        ("width_multiple", 2**32),
+        ("sort_window", 2**63),
+        ("curriculum_stages", 10**11),
+        ("accumulate", 65_536),
+        ("edges", [10, 10**23]),
+        ("weights", {"a": float("nan")}),
+    ],
+)
+def test_absurd_settings_are_refused(name, value):
+    with pytest.raises(ValueError, match=name):
+        PlanConfig(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"epoch": 1.5}, "epoch 1.5 is not a whole number"),
+        ({"seed": 0.5}, "seed 0.5 is not a whole number"),
+        ({"seed": True}, "seed True is not a whole number"),
+        ({"replicas": 65_536}, "replicas 65536 must be at most 65535"),
+        ({"lengths": [3_000_000_000]}, r"lengths\[0\] is 3000000000; .* at most 2147483647"),
+        ({"eligible": [4, 9]}, r"eligible\[1\] is 9, but the sample has 6 tokens"),
+    ],
+)
+def test_what_no_plan_can_count_is_refused(change, words):
+    request = {"lengths": [5, 6], "eligible": None, "num_anchors": 4, "block_size": 4, "seed": 0, "epoch": 0} | change
+    with pytest.raises(PlanError, match=words):
+        plan_epoch(request.pop("lengths"), request.pop("eligible"), PlanConfig(), **request)
+
+
+def test_the_longest_lengths_that_can_be_counted_are_planned():
+    lengths = [2**31 - 1025, 5]
+    config = PlanConfig(token_budget=2**31 - 1, width_multiple=1024)
+    made = plan_epoch(lengths, None, config, num_anchors=4, block_size=4, seed=0, epoch=0)
+    assert sorted(made.widths.tolist()) == [1024, 2**31 - 1024]
+
+
+def test_the_fingerprint_covers_all_that_a_plan_was_made_from():
+    lengths, eligible = np.array([5, 6, 7], np.uint16), np.array([5, 6, 7])
+    shape = {"num_anchors": 4, "block_size": 4, "seed": 0, "epoch": 0}
+
+    def named(lengths=lengths, eligible=None, settings=None, **change):
+        return plan_epoch(lengths, eligible, settings or PlanConfig(), **(shape | change)).fingerprint
+
+    prints = [
+        named(),
+        named(lengths=[5, 6, 8]),
+        named(eligible=eligible),
+        named(eligible=[5, 6, 6]),
+        named(num_anchors=5),
+        named(block_size=5),
+        named(seed=1),
+        named(epoch=1),
+        named(replicas=2),
+        named(settings=PlanConfig(jitter=0.1)),
+    ]
+    assert len(set(prints)) == len(prints)
+    assert named(lengths=lengths.astype(np.int64)) == named(lengths=lengths.tolist()) == prints[0]
+    assert named(eligible=eligible.astype(np.int32)) == prints[2]

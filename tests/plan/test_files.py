@@ -94,3 +94,37 @@ def test_missing_columns_and_files_are_named(tmp_path):
     np.save(tmp_path / "d.npy", np.array([4.0, np.nan]))
     with pytest.raises(PlanError, match=r"d.npy: lengths\[1\] is NaN"):
         read_lengths(tmp_path / "d.npy")
+
+
+def test_broken_arrays_and_numbers_out_of_range_are_one_line(tmp_path):
+    np.save(tmp_path / "scalar.npy", np.array(5))
+    np.savez(tmp_path / "scalar.npz", np.array(5))
+    (tmp_path / "broken.npz").write_bytes(b"PK\x03\x04 no archive")
+    np.save(tmp_path / "long.npy", np.array([5, 2**31]))
+    np.save(tmp_path / "float.npy", np.array([5.0, 1e30]))
+    write(tmp_path / "long.txt", f"5\n{2**63}")
+    write(tmp_path / "long.jsonl", f'{{"length": {2**63}}}')
+    np.savez(tmp_path / "eligible.npz", lengths=np.array([5, 6, 7]), eligible=np.array([5, 7, 0]))
+    for name, words in (
+        ("scalar.npy", r"lengths has shape \(\)"),
+        ("scalar.npz", r"lengths has shape \(\)"),
+        ("broken.npz", "cannot be read as .npz"),
+        ("long.npy", r"lengths\[1\] is 2147483648; .* at most 2147483647"),
+        ("float.npy", r"lengths\[1\] is 1e\+30; .* at most 2147483647"),
+        ("long.txt", "long.txt:2: 9223372036854775808 is no length"),
+        ("long.jsonl", "long.jsonl:1: 9223372036854775808 is no length"),
+        ("eligible.npz", r"eligible\[1\] is 7, but the sample has 6 tokens"),
+    ):
+        with pytest.raises(PlanError, match=words) as told:
+            read_lengths(tmp_path / name)
+        assert "\n" not in str(told.value)
+
+
+def test_headers_byte_order_marks_and_unknown_groups(tmp_path):
+    write(tmp_path / "bom.txt", "\ufeff5\n6\n")
+    assert read_lengths(tmp_path / "bom.txt").lengths.tolist() == [5, 6]
+    with pytest.raises(PlanError, match=r"a.txt:1: 'tokens' is not a whole number; .* \(a header line begins with #\)"):
+        read_lengths(write(tmp_path / "a.txt", "tokens\n5\n6\n"))
+    rows = write(tmp_path / "a.jsonl", '{"length": 5, "tag": "a"}\n')
+    with pytest.raises(PlanError, match=r"a.jsonl:1: has no column nope; it has length, tag"):
+        read_lengths(rows, group="nope")

@@ -28,7 +28,7 @@ class DrafterConfig(Section):
     """Draft layers."""
     block_size: int = Field(default=16, ge=2)
     """Slots of a block; slot 0 holds the anchor, the others are drafts."""
-    num_anchors: int = Field(default=512, ge=1)
+    num_anchors: int = Field(default=512, ge=1, le=2**31 - 1)
     """At most this many anchors a sample and epoch."""
     mask_token_id: int | None = Field(default=None, ge=0)
     """Token in the draft slots. Unset: the tokenizer's own mask token, and refused where it has none."""

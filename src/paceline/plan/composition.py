@@ -167,3 +167,10 @@ def class_composition(
     width = class_widths[last].astype(np.int32)
     offsets = offsets.astype(index_dtype(len(order) + 1))
     return Composition(order, offsets, width, ascending=True)
+
+
+def rows_of(composition: Composition, batches: np.ndarray) -> np.ndarray:
+    """Rows of some composed batches, one after another, int64."""
+    offsets = composition.offsets
+    parts = [composition.order[offsets[batch] : offsets[batch + 1]] for batch in batches.tolist()]
+    return np.concatenate(parts).astype(np.int64) if parts else np.empty(0, np.int64)

@@ -7,22 +7,23 @@ Shape letters: N rows of the store, E entries of the epoch, M micro-batches, W w
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
 
-from paceline.config.plan import PlanConfig, Schedule
+from paceline.config.plan import MOST, PlanConfig, Schedule
 from paceline.contracts import PlannedBatch
 from paceline.errors import PlanError
 from paceline.plan.buckets import bucket_edges, bucket_of
-from paceline.plan.composition import Composition
+from paceline.plan.composition import Composition, rows_of
 from paceline.plan.evening import even_out, splittable
+from paceline.plan.fingerprint import fingerprint
 from paceline.plan.intake import (
     Entries,
     Groups,
+    check_whole,
     checked_eligible,
     checked_lengths,
     draft_positions,
@@ -34,6 +35,9 @@ from paceline.plan.limits import Limits
 from paceline.plan.pool import Pool, batch_lengths, rank_batches, split_leftover
 from paceline.plan.schedules import SCHEDULES
 from paceline.plan.strategies import STRATEGIES
+
+MOST_REPLICAS = 65_535
+"""Replicas are numbered in 16 bits."""
 
 
 @dataclass(frozen=True)
@@ -167,13 +171,10 @@ class EpochPlan:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hash of all that the plan decides: rows, batches, widths, buckets, order; the same on every platform."""
-        digest = hashlib.blake2b(digest_size=16)
-        digest.update(f"{self.seed} {self.epoch} {self.replicas} {self.settings.accumulate}".encode())
-        parts = (self.composition.offsets, self.composition.width, self.bucket, self.sequence, self.composition.order)
-        for part in parts:
-            digest.update(np.ascontiguousarray(part, np.dtype("<i8") if part.itemsize == 8 else np.dtype("<i4")).data)
-        return digest.hexdigest()
+        """Hash of all that the plan was made from and decides; the same on every platform."""
+        shape, composition = [self.seed, self.epoch, self.replicas, self.num_anchors, self.block_size], self.composition
+        decided = (composition.offsets, composition.width, self.bucket, self.sequence, composition.order)
+        return fingerprint(self.settings, shape, (self.lengths, self.eligible), decided)
 
 
 def plan_epoch(
@@ -230,6 +231,7 @@ def plan_schedules(
 
 
 def _plan(request: _Request, epoch: int, schedules: Sequence[Schedule]) -> list[EpochPlan]:
+    check_whole("epoch", epoch)
     if epoch < 0:
         raise PlanError(f"epoch {epoch} must be at least 0")
     carried: np.ndarray | None = None
@@ -265,13 +267,22 @@ class _Request:
         groups: Groups | None,
     ) -> _Request:
         """A checked request."""
+        for name, value in (
+            ("num_anchors", num_anchors), ("block_size", block_size), ("replicas", replicas), ("seed", seed)
+        ):  # fmt: skip
+            check_whole(name, value)
         if min(num_anchors, block_size, replicas) < 1 or seed < 0:
             raise PlanError(
                 f"num_anchors {num_anchors}, block_size {block_size} and replicas {replicas} must be at least 1, "
                 f"seed {seed} at least 0"
             )
+        if replicas > MOST_REPLICAS or max(num_anchors, block_size) > MOST:
+            raise PlanError(
+                f"replicas {replicas} must be at most {MOST_REPLICAS}, num_anchors {num_anchors} and block_size "
+                f"{block_size} at most {MOST}"
+            )
         checked = checked_lengths(lengths)
-        counts = None if eligible is None else checked_eligible(eligible, len(checked))
+        counts = None if eligible is None else checked_eligible(eligible, checked)
         return cls(checked, counts, settings, num_anchors, block_size, replicas, seed, groups)
 
 
@@ -386,10 +397,3 @@ def _pooled(
             )
     pool = Pool(ranking, bucket, length, len(edges), settings.accumulate, replicas, epoch)
     return composition, pool, leftover
-
-
-def rows_of(composition: Composition, batches: np.ndarray) -> np.ndarray:
-    """Rows of some composed batches, one after another, int64."""
-    offsets = composition.offsets
-    parts = [composition.order[offsets[batch] : offsets[batch + 1]] for batch in batches.tolist()]
-    return np.concatenate(parts).astype(np.int64) if parts else np.empty(0, np.int64)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import zipfile
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,11 +12,25 @@ from typing import Any
 
 import numpy as np
 
+from paceline.config.plan import MOST
 from paceline.errors import PlanError
 from paceline.plan.intake import Groups, checked_eligible, checked_lengths, groups_of_labels
 
 LENGTH_NAMES = ("length", "lengths", "num_tokens", "input_ids", "tokens")
 """Columns that are looked for where none is named; a column of lists counts their items."""
+UNREADABLE = (
+    OSError,
+    ValueError,
+    KeyError,
+    EOFError,
+    TypeError,
+    ArithmeticError,
+    NotImplementedError,
+    MemoryError,
+    zipfile.BadZipFile,
+    zlib.error,
+)
+"""What readers raise for files that are broken or of another kind than their name says."""
 FAULTS_SHOWN = 5
 """Bad lines that are named one by one."""
 
@@ -49,19 +65,19 @@ def read_lengths(path: Path, column: str | None = None, group: str | None = None
         columns = reader(path, column, group)
     except PlanError:
         raise
-    except (OSError, ValueError, KeyError, EOFError) as fault:
+    except UNREADABLE as fault:
         raise PlanError(f"{path}: cannot be read as {path.suffix or 'text'} ({fault})") from fault
     lengths = checked_lengths(_filled(columns["lengths"], path), f"{path}: lengths")
     eligible, labels = columns.get("eligible"), columns.get("group")
     return LengthsFile(
         lengths,
-        None if eligible is None else checked_eligible(eligible, len(lengths)),
+        None if eligible is None else checked_eligible(eligible, lengths),
         None if labels is None else groups_of_labels(labels),
     )
 
 
 def _filled(values: Any, path: Path) -> Any:
-    if len(values) == 0:
+    if np.size(values) == 0:
         raise PlanError(f"{path}: holds no lengths; there is nothing to plan")
     return values
 
@@ -73,7 +89,7 @@ def _read_npy(path: Path, column: str | None, group: str | None) -> dict[str, An
 
 
 def _read_npz(path: Path, column: str | None, group: str | None) -> dict[str, Any]:
-    with np.load(path, allow_pickle=False) as arrays:
+    with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
         names = list(arrays)
         chosen = _choose(path, names, column)
         found = {"lengths": arrays[chosen]}
@@ -131,10 +147,11 @@ def _read_text(path: Path, column: str | None, group: str | None) -> dict[str, A
         try:
             lengths.append(int(line))
         except ValueError:
-            faults.append(f"{path}:{number}: {line[:40]!r} is not a whole number; write one length a line")
+            header = " (a header line begins with #)" if not lengths and not faults else ""
+            faults.append(f"{path}:{number}: {line[:40]!r} is not a whole number; write one length a line{header}")
             continue
-        if lengths[-1] < 1:
-            faults.append(f"{path}:{number}: {lengths[-1]} is no length; a sample has at least 1 token")
+        if not 1 <= lengths[-1] <= MOST:
+            faults.append(f"{path}:{number}: {lengths[-1]} is no length; a sample has at least 1 token, at most {MOST}")
     _refuse(faults)
     return {"lengths": np.array(lengths, np.int64)}
 
@@ -162,7 +179,11 @@ def _read_jsonl(path: Path, column: str | None, group: str | None) -> dict[str, 
             if "eligible" in row:
                 eligible.append(row["eligible"])
             if group is not None:
+                if group not in row:
+                    faults.append(f"{path}:{number}: has no column {group}; it has {', '.join(list(row)[:8])}")
                 labels.append(str(row.get(group, "")))
+        elif group is not None:
+            faults.append(f"{path}:{number}: has no column {group}; it is no object")
     _refuse(faults)
     if eligible and len(eligible) != len(lengths):
         raise PlanError(f"{path}: {len(eligible)} of {len(lengths)} rows have `eligible`; give it in every row or none")
@@ -184,14 +205,14 @@ def _length_of(row: Any, column: str | None) -> tuple[int, str]:
         row = row[names[0]]
     if isinstance(row, list):
         row = len(row)
-    if isinstance(row, bool) or not isinstance(row, int) or row < 1:
+    if isinstance(row, bool) or not isinstance(row, int) or not 1 <= row <= MOST:
         shown = "null" if row is None else json.dumps(row)[:40]
-        return 0, f"{shown} is no length; a length is a whole number of tokens, at least 1"
+        return 0, f"{shown} is no length; a length is a whole number of tokens, at least 1 and at most {MOST}"
     return row, ""
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    with path.open(encoding="utf-8") as file:
+    with path.open(encoding="utf-8-sig") as file:
         for number, line in enumerate(file, 1):
             text = line.strip()
             if text and not text.startswith("#"):

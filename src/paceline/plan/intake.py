@@ -12,7 +12,7 @@ from functools import cached_property
 
 import numpy as np
 
-from paceline.config.plan import PlanConfig
+from paceline.config.plan import MOST, PlanConfig
 from paceline.errors import PlanError
 from paceline.plan.keys import CHUNK, Purpose, index_dtype, random_order, stream
 from paceline.plan.limits import Limits
@@ -89,20 +89,26 @@ def checked_lengths(lengths: np.ndarray | Sequence[int], name: str = "lengths") 
     """Lengths as an integer array [N], not copied when they already are one.
 
     Raises:
-        PlanError: empty, not one-dimensional, NaN, not integers, zero or negative; names the first such entry.
+        PlanError: empty, not one-dimensional, NaN, not integers, zero, negative or over 2³¹ − 1; names the first such.
     """
     return _integers(lengths, name, lowest=1, meaning="a length is a whole number of tokens, at least 1")
 
 
-def checked_eligible(eligible: np.ndarray | Sequence[int], count: int) -> np.ndarray:
-    """Eligible anchors per row as an integer array [N].
+def checked_eligible(eligible: np.ndarray | Sequence[int], lengths: np.ndarray) -> np.ndarray:
+    """Eligible anchors per row as an integer array [N]; the lengths are checked ones.
 
     Raises:
-        PlanError: as for lengths (zero is allowed), or not one a row.
+        PlanError: as for lengths (zero is allowed), not one a row, or more than a sample has tokens.
     """
+    count = len(lengths)
     array = _integers(eligible, "eligible", lowest=0, meaning="it counts anchors, at least 0")
     if len(array) != count:
         raise PlanError(f"eligible has {len(array)} entries for {count} lengths; give one count a sample")
+    if (array > lengths).any():
+        row = int(np.flatnonzero(array > lengths)[0])
+        raise PlanError(
+            f"eligible[{row}] is {array[row]}, but the sample has {lengths[row]} tokens; an anchor is one of them"
+        )
     return array
 
 
@@ -122,6 +128,9 @@ def _integers(values: np.ndarray | Sequence[int], name: str, lowest: int, meanin
     if array.min() < lowest:
         first = int(np.flatnonzero(array < lowest)[0])
         raise PlanError(f"{name}[{first}] is {array[first]}; {meaning}")
+    if array.max() > MOST:
+        first = int(np.flatnonzero(array > MOST)[0])
+        raise PlanError(f"{name}[{first}] is {array[first]}; {meaning} and at most {MOST}")
     return array
 
 
@@ -130,11 +139,24 @@ def _whole(array: np.ndarray, name: str, meaning: str) -> np.ndarray:
     if bad.any():
         first = int(np.flatnonzero(bad)[0])
         raise PlanError(f"{name}[{first}] is {'NaN' if np.isnan(array[first]) else array[first]}; {meaning}")
+    if (np.abs(array) > 2 * MOST).any():
+        first = int(np.flatnonzero(np.abs(array) > 2 * MOST)[0])
+        raise PlanError(f"{name}[{first}] is {array[first]}; {meaning} and at most {MOST}")
     whole = array.astype(np.int64)
     if (whole != array).any():
         first = int(np.flatnonzero(whole != array)[0])
         raise PlanError(f"{name}[{first}] is {array[first]}, not a whole number; {meaning}")
     return whole
+
+
+def check_whole(name: str, value: object) -> None:
+    """Refuses what is no integer.
+
+    Raises:
+        PlanError: names it.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        raise PlanError(f"{name} {value} is not a whole number; give an integer")
 
 
 def eligible_counts(lengths: np.ndarray, eligible: np.ndarray | None, settings: PlanConfig) -> np.ndarray:

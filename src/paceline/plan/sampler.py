@@ -6,6 +6,7 @@ No torch here: a DataLoader asks a batch sampler for nothing but ``__iter__`` an
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from operator import index
 from typing import Any
 
 import numpy as np
@@ -125,10 +126,10 @@ class PlanBatchSampler:
             left = len(self) - self._origin
             if isinstance(consumed, bool) or not isinstance(consumed, (int, np.integer)) or not 0 <= consumed <= left:
                 raise PlanError(
-                    f"consumed {consumed} is no number of batches of epoch {self.epoch}: 0 to {left} are possible after "
-                    f"position {self._origin}, where this pass began"
+                    f"consumed {consumed} is no number of batches of epoch {self.epoch}: 0 to {left} are possible "
+                    f"after position {self._origin}, where this pass began"
                 )
-            position = self._origin + int(consumed)
+            position = self._origin + index(consumed)
         return {"epoch": self.epoch, "position": position, "fingerprint": self.plan.fingerprint}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
