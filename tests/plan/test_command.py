@@ -160,3 +160,28 @@ def test_help_shows_examples(capsys):
     out = capsys.readouterr().out
     assert "paceline plan lengths.npy --compare" in out
     assert "--plan.antithetic" in out
+
+
+def test_a_run_folder_is_read_from_its_store(store, capsys):
+    assert main(["plan", str(store.parent), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert main(["plan", str(store), "--json"]) == 0
+    assert told == json.loads(capsys.readouterr().out)
+    (store.parent / "settings.yaml").write_text("run_dir: elsewhere\ntarget: {path: x}\nplan: {token_budget: 8192}\n")
+    assert main(["plan", str(store.parent), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["num_batches"] > told["num_batches"]
+
+
+@pytest.mark.parametrize("option", [["--edges"], ["--epochs", "2"]])
+def test_compare_takes_no_options_of_a_single_plan(lengths_file, capsys, option):
+    assert main(["plan", lengths_file, "--compare", *option]) in (1, 2)
+    told = capsys.readouterr().err.strip()
+    assert f"{option[0]} has no part in --compare" in " ".join(told.split())
+    assert "Traceback" not in told
+
+
+def test_one_sample_is_shown_without_numbers_that_do_not_exist(tmp_path, capsys):
+    np.save(tmp_path / "one.npy", np.array([7]))
+    for extra in ([], ["--compare"]):
+        assert main(["plan", str(tmp_path / "one.npy"), *extra]) == 0
+        assert "nan" not in capsys.readouterr().out

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 DESCRIPTION = """Dry run of an epoch: length histogram, buckets, padding, windows, steps. Needs nothing but lengths.
 
-SOURCE is a run's YAML, a prepared store, or a file of lengths: .npy, .npz, .jsonl, .parquet, or text with one length a
-line.
+SOURCE is a run's YAML or folder, a prepared store, or a file of lengths: .npy, .npz, .jsonl, .parquet, or text with one
+length a line.
 
 Examples: paceline plan run.yaml
           paceline plan lengths.npy --compare
@@ -41,7 +41,7 @@ class Arguments:
     """Whose epoch, and how it is shown."""
 
     source: Annotated[str, tyro.conf.Positional]
-    """Run's YAML, prepared store, or file of lengths."""
+    """Run's YAML or folder, prepared store, or file of lengths."""
     compare: bool = False
     """All strategies and schedules side by side."""
     plot: str | None = None
@@ -122,6 +122,10 @@ def _check(arguments: Arguments) -> None:
     ]
     if arguments.plot is not None and Path(arguments.plot).suffix.lower() not in (".png", ".svg"):
         faults.append(f"--plot {arguments.plot}: a picture is written as .png or .svg; name the file so")
+    if arguments.compare:
+        for name, given in (("edges", arguments.edges), ("epochs", arguments.epochs is not None)):
+            if given:
+                faults.append(f"--{name} has no part in --compare, which looks at one epoch; leave one of the two out")
     if faults:
         raise ConfigError(*faults)
 
@@ -138,15 +142,16 @@ def _shape(source: Source) -> dict[str, Any]:
 
 
 def read_source(arguments: Arguments, overrides: Mapping[str, str]) -> Source:
-    """Lengths and settings of a run's YAML, a store, or a file of lengths.
+    """Lengths and settings of a run's YAML or folder, a store, or a file of lengths.
 
     Raises:
         ConfigError, DataError, PlanError: what cannot be read; one line each.
     """
     path = Path(arguments.source)
-    is_run = path.suffix.lower() in (".yaml", ".yml")
+    started = path if (path / "settings.yaml").is_file() else None
+    is_run = path.suffix.lower() in (".yaml", ".yml") or started is not None
     if is_run:
-        settings = load_settings(path, overrides)
+        settings = load_settings(path if started is None else started / "settings.yaml", overrides)
     else:
         settings = load_settings(None, {"run_dir": "unused", "target.path": "unused", **overrides})
     replicas = arguments.replicas or (len(settings.flow.drafter_devices) if is_run else 1)
@@ -158,6 +163,8 @@ def read_source(arguments: Arguments, overrides: Mapping[str, str]) -> Source:
         from paceline.plan.intake import groups_of_tags
 
         folder = Path(settings.store_path) if is_run else path
+        if path.is_dir() and (path / "store").is_dir():
+            folder = path / "store"
         store = open_store(folder)
         weights = settings.plan.weights
         groups = groups_of_tags(store.names(), weights) if weights else None
