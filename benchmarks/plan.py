@@ -1,12 +1,13 @@
 """Batch planning of 902,087 lengths: all strategies of paceline beside other planners, and 100 million lengths.
 
 Run: ``python benchmarks/plan.py`` (ours), ``--peers`` (also those of benchmarks/requirements-plan.txt that are
-installed; minutes), ``--huge`` (100 million lengths; needs 4 GiB).
+installed; minutes), ``--huge`` (100 million lengths; needs 4 GiB), ``--noise`` (step σ by weighting and schedule).
 
 Every contender runs in a process of its own. Padded widths are
-multiples of 64; "over" is the share of batches beyond the token budget. Step σ is the standard deviation over optimizer
-steps of a loss that is linear in length (0.306 + 0.000442 · mean length of a batch): the length-driven noise. Times are
-CPU seconds of one core, the best of several runs for ours.
+multiples of 64; "over" is the share of batches beyond the token budget. Step σ is the standard deviation over
+optimizer steps of a loss that is linear in length (0.306 + 0.000442 · length): the length-driven noise. In the table a
+step is the plain mean of its batches' means, which any planner can be asked for; ``--noise`` weighs samples as
+paceline's loss does. Times are CPU seconds of one core, the best of several runs for ours.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import numpy as np
 
 from paceline.config.plan import PlanConfig
 from paceline.plan.epoch import plan_epoch
+from paceline.plan.measures import batch_totals, step_deviation, weighted_means
 
 DATA = Path(__file__).parent / "data" / "lengths-902087.npz"
 BUDGET, MOST, MULTIPLE = 49_152, 64, 64
@@ -254,6 +256,26 @@ HEAD = (
 )
 
 
+def noise() -> Iterator[str]:
+    """Step σ for windows of 4 and of 12 (three replicas), by how a sample is weighed; buckets of the default edges."""
+    lengths = np.load(DATA)["lengths"]
+    yield "| plan | by token | by anchor | by sample | batches as equals |\n" + "|---" * 5 + "|"
+    for strategy, schedule in (
+        ("grid", "stratified"), ("grid", "proportional"), ("grid", "diverse"), ("grid", "shuffled"),
+        ("bucketed", "stratified"), ("bucketed", "diverse"),
+    ):  # fmt: skip
+        columns: list[list[float]] = []
+        for replicas in (1, 3):
+            plan = plan_epoch(
+                lengths, None, PlanConfig(strategy=strategy, schedule=schedule),
+                num_anchors=512, block_size=16, seed=0, epoch=0, replicas=replicas,
+            )  # fmt: skip
+            spreads = [float(weighted_means(plan, weighting)[0].std()) for weighting in ("token", "anchor", "sample")]
+            columns.append([SLOPE * spread for spread in (*spreads, step_deviation(plan, batch_totals(plan)))])
+        cells = " | ".join(f"{four:.3f} / {twelve:.3f}" for four, twelve in zip(*columns, strict=True))
+        yield f"| `{strategy}` × `{schedule}` | {cells} |"
+
+
 def huge(count: int) -> dict[str, float]:
     """Time and peak memory of one plan of ``count`` lengths, the workload repeated; without the lengths themselves."""
     workload = np.load(DATA)["lengths"]
@@ -276,6 +298,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peers", action="store_true", help="also the installed peers")
     parser.add_argument("--huge", action="store_true", help="only 100 million lengths")
+    parser.add_argument("--noise", action="store_true", help="only step σ by weighting and schedule")
     parser.add_argument("--repeats", type=int, default=15, help="runs of ours; the best counts")
     parser.add_argument("--limit", type=float, default=900.0, help="seconds for one contender")
     parser.add_argument("--only", nargs="*", help="contenders")
@@ -284,6 +307,10 @@ def main() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     if arguments.huge:
         print(json.dumps(huge(100_000_000), indent=2))
+        return
+    if arguments.noise:
+        for line in noise():
+            print(line, flush=True)
         return
     contenders = {
         name: (name == "packed", False)

@@ -78,7 +78,9 @@ def draw_comparison(forecasts: Sequence[Forecast], path: Path) -> None:
     axis.set_xscale("log")
     axis.xaxis.set_major_formatter("{x:,.0f}")
     axis.yaxis.set_major_formatter("{x:.0f}")
-    axis.set_xlabel("spread of the steps' mean sample length (tokens, standard deviation; less is calmer)")
+    axis.set_xlabel(
+        "spread of the steps' mean length, weighed as in the loss (tokens, standard deviation; less is calmer)"
+    )
     axis.set_ylabel("real tokens, % of padded")
     axis.set_title("Padding and noise of every strategy × schedule", fontsize=11, color=INK, loc="left")
     _tidy(axis)
