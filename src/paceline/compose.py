@@ -58,7 +58,9 @@ class Composition:
 def resolve_spec(settings: Settings) -> tuple[TargetFacts, list[int], DrafterSpec]:
     """Facts of the target, taps and drafter of a run; reads configurations and tokenizer only."""
     facts = describe(settings.target.path, settings.target.trust_remote_code)
-    taps = settings.target.taps or default_taps(facts.num_layers, settings.target.num_taps)
+    taps = settings.target.taps
+    if taps is None:
+        taps = default_taps(facts.num_layers, settings.target.num_taps)
     check_taps(taps, facts.num_layers)
     mask_id = settings.drafter.mask_token_id
     if mask_id is None:
@@ -186,6 +188,16 @@ def check_support(settings: Settings) -> None:
                 faults.append(f"flow.{role}: {name}: no such device here; there are cpu and {count} CUDA devices")
     if settings.flow.mode == "inline" and len(settings.flow.target_devices) + len(settings.flow.drafter_devices) > 2:
         faults.append("flow.mode: inline runs one target and one drafter; list one device each or use pipeline")
+    on_cpu = [name for name in settings.flow.drafter_devices if not name.startswith("cuda")]
+    for key, value in (("attention", "flex"), ("head", "liger")):
+        if on_cpu and getattr(settings.drafter, key) == value:
+            other = "split" if key == "attention" else "own"
+            faults.append(f"drafter.{key}: {value} trains on CUDA only, and a drafter rank is on cpu; use {other}")
+    if settings.drafter.head != "own" and settings.objective.needs_teacher:
+        faults.append(
+            f"drafter.head: {settings.drafter.head} knows cross entropy alone, and objective.terms has terms that need "
+            "the target's distributions; use own"
+        )
     if settings.plan.strategy == "packed":
         faults.append(
             "plan.strategy: packed lists several documents a bin, and the target takes one document a row; "

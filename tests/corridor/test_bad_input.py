@@ -153,3 +153,24 @@ def test_unknown_command_and_flag(capfd) -> None:
     assert "did you mean train?" in capfd.readouterr().err
     assert main(["train", "x.yaml", "--optimizr.lr", "1"]) == 2
     assert "did you mean optimizer.lr?" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"drafter": {"attention": "flex"}}, "flex trains on CUDA only"),
+        ({"drafter": {"head": "liger"}}, "liger trains on CUDA only"),
+        ({"drafter": {"head": "torch"}, "objective": {"terms": {"kl": 1.0}}}, "torch knows cross entropy alone"),
+        ({"seed": 2**64}, "seed"),
+        ({"objective": {"gamma": 1e-50}}, "objective.gamma"),
+    ],
+)
+def test_what_cannot_train_here_is_refused_before_anything_is_written(
+    make_run: MakeRun, tmp_path: Path, capfd, changes: dict, says: str
+) -> None:
+    assert says in refused(["train", str(make_run(**changes))], capfd, 2)
+    assert not (tmp_path / "run").exists()
+
+
+def test_no_taps_at_all_are_refused(make_run: MakeRun, capfd) -> None:
+    assert "no layer is tapped" in refused(["train", str(make_run(target={"taps": []}))], capfd, 1)

@@ -249,8 +249,8 @@ FAULTS = (
         room="target",
     ),
     Fault(
-        "realised tree depth over blocks, not over the expected one",
-        (("diagnosis.py", "Ratio(streaks, surrogates)", "Ratio(streaks, blocks)"),),
+        "expected tree depth of blocks that end early",
+        (("diagnosis.py", "Ratio(realised, expected)", "Ratio(streaks, surrogates)"),),
         "test_terms.py -k diagnosis_agrees",
     ),
 )

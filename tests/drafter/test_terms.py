@@ -18,6 +18,7 @@ from paceline.drafter.blocks import build_blocks
 from paceline.drafter.learner import Learner, _share_schedules
 from paceline.drafter.mixture import head_mixture
 from paceline.drafter.noise import add_noise, noise_ratio
+from paceline.drafter.tree import tree_streaks
 from paceline.errors import DrafterError
 
 
@@ -213,8 +214,14 @@ def test_diagnosis_agrees_with_plain_logits():
             assert (ratio.numerator, ratio.denominator) == (hit[:, j].sum(), table.live[:, j].sum())
     assert ratios["tree/streak_256"].value >= ratios["tree/streak_16"].value >= ratios["acceptance/streak"].value
     assert ratios["tree/streak_16"].denominator == len(host.anchors)
-    expected = ratios["tree/streak_64"].value / ratios["tree/surrogate_64"].value
-    assert ratios["tree/surrogate_ratio_64"].value == pytest.approx(expected)
+    chances = logits.log_softmax(2)
+    labels, live = torch.from_numpy(table.labels).clamp(min=0), torch.from_numpy(table.live)
+    own = chances.gather(2, labels[..., None])[..., 0]
+    found = tree_streaks(chances.topk(min(256, chances.shape[2]), dim=2).values, own, live, (64,))
+    whole = live.all(1)
+    assert 0 < int(whole.sum()) < len(whole), "blocks cut short and whole ones are both needed"
+    expected = float(found.streaks[0][whole].sum() / found.surrogates[0][whole].sum())
+    assert ratios["tree/surrogate_ratio_64"].value == pytest.approx(expected, rel=1e-4)
     learner.accumulate(batch)
     assert not any(name.startswith(("tree", "coverage")) for name in close_window(learner, 2).ratios)
 

@@ -15,9 +15,9 @@ class NoiseConfig(RampConfig):
 
     kind: Literal["none", "gaussian", "uniform"] = "none"
     """Distribution of the noise."""
-    ratio: float = Field(default=0.05, ge=0)
+    ratio: float = Field(default=0.05, ge=0, le=100)
     """RMS of the noise as a share of the RMS of each token's features, tap by tap."""
-    ratio_end: float | None = Field(default=None, ge=0)
+    ratio_end: float | None = Field(default=None, ge=0, le=100)
     """The share at `last_step`, up or down. Unset: `ratio` throughout."""
 
 
@@ -50,13 +50,13 @@ class DrafterConfig(Section):
     """Whether slots see only earlier slots of their block, for all layers or one a layer. Unset: full layers no, sliding layers yes."""  # noqa: E501
     sample_from_anchor: bool = False
     """Whether slot k drafts the token after it (slot 0 drafts the first) instead of its own; written into every checkpoint."""  # noqa: E501
-    rope_theta: float | None = Field(default=None, gt=0)
+    rope_theta: float | None = Field(default=None, ge=1, le=1e12)
     """Base of the rotary embedding."""
-    rms_norm_eps: float | None = Field(default=None, gt=0)
+    rms_norm_eps: float | None = Field(default=None, gt=0, le=0.1)
     """Epsilon of the norms."""
     max_position_embeddings: int | None = Field(default=None, ge=1)
     """Longest position that servers may ask for."""
-    initializer_range: float | None = Field(default=None, gt=0)
+    initializer_range: float | None = Field(default=None, gt=0, le=10)
     """Standard deviation of the new weights. Unset: the target's, or 0.02 where it says nothing."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Compute type; master weights, rotary tables and losses are always float32."""

@@ -20,9 +20,9 @@ class ObjectiveConfig(RampConfig):
     """Terms and their shares: ce (cross entropy of the label); against the target's own distributions kl, tv, lk."""
     terms_end: dict[TermName, float] | None = None
     """Shares at `last_step`. Unset: `terms` throughout."""
-    gamma: float | None = Field(default=None, gt=0)
+    gamma: float | None = Field(default=None, ge=0.01, le=1e6)
     """Decay length in slots. Unset: 7, 5, 4 for blocks of 16, 10, 8, and in proportion otherwise."""
-    gamma_end: float | None = Field(default=None, gt=0)
+    gamma_end: float | None = Field(default=None, ge=0.01, le=1e6)
     """Decay length at `last_step`. Unset: the same throughout."""
     alpha: float = Field(default=0.5, ge=0, le=1)
     """Smoothing of D-PACE: 0 takes the drafter's probabilities as they are, 1 ignores them."""

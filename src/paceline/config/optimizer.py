@@ -14,7 +14,7 @@ class OptimizerConfig(Section):
 
     name: Literal["adamw", "muon"] = "adamw"
     """AdamW for everything, or Muon for the matrices and AdamW for the norms."""
-    lr: float = Field(default=6e-4, gt=0)
+    lr: float = Field(default=6e-4, gt=0, le=10)
     """Peak learning rate."""
     weight_decay: float = Field(default=0.0, ge=0)
     """Decoupled weight decay of the matrices; norms have none."""

@@ -128,7 +128,7 @@ class Settings(Section):
 
     run_dir: str
     """Directory of the run: resolved configuration, store, metrics, checkpoints, report."""
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, lt=2**63)
     """Key of all randomness."""
     target: TargetConfig
     """The target."""

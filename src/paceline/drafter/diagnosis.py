@@ -63,7 +63,8 @@ def _add(logits: Tensor, labels: Tensor, live: Tensor, tally: WindowTally) -> No
         if temperature == 1.0:
             for budget, streaks, surrogates in zip(budgets, found.streaks, found.surrogates, strict=True):
                 blocks = torch.full((), float(len(streaks)), dtype=streaks.dtype, device=streaks.device)
-                tally.add(f"tree/{budget}", torch.stack([streaks.sum(), surrogates.sum(), blocks]))
+                ends = (streaks * whole).sum(), (surrogates * whole).sum()
+                tally.add(f"tree/{budget}", torch.stack([streaks.sum(), surrogates.sum(), blocks, *ends]))
     tally.add("calibration", torch.stack(calibration).flatten())
 
 
@@ -72,7 +73,8 @@ def diagnosis_ratios(sums: dict[str, np.ndarray], first: int) -> dict[str, Ratio
 
     - ``coverage/top_k_slot_j``: label among the k likeliest tokens, over supervised slots.
     - ``tree/streak_N``, ``tree/surrogate_N``: realised and expected depth, over blocks.
-    - ``tree/surrogate_ratio_N``: realised / expected depth, below 1 for a drafter that is too sure of itself.
+    - ``tree/surrogate_ratio_N``: realised / expected depth, below 1 for a drafter that is too sure of itself; over
+      blocks that are supervised to their end, for one that ends early cannot be accepted further.
     - ``tree/temperature``: of the logits, at which both agree over blocks that are supervised to their end.
     """
     if "coverage/live" not in sums:
@@ -82,10 +84,10 @@ def diagnosis_ratios(sums: dict[str, np.ndarray], first: int) -> dict[str, Ratio
         for k in COVERAGE:
             ratios[f"coverage/top_{k}_slot_{draft + first}"] = Ratio(float(sums[f"coverage/{k}"][draft]), float(live))
     for budget in BUDGETS:
-        streaks, surrogates, blocks = (float(value) for value in sums[f"tree/{budget}"])
+        streaks, surrogates, blocks, realised, expected = (float(value) for value in sums[f"tree/{budget}"])
         ratios[f"tree/streak_{budget}"] = Ratio(streaks, blocks)
         ratios[f"tree/surrogate_{budget}"] = Ratio(surrogates, blocks)
-        ratios[f"tree/surrogate_ratio_{budget}"] = Ratio(streaks, surrogates)
+        ratios[f"tree/surrogate_ratio_{budget}"] = Ratio(realised, expected)
     temperature = calibrated_temperature(sums["calibration"].reshape(-1, 2))
     if temperature is not None:
         ratios["tree/temperature"] = Ratio(temperature, 1.0)

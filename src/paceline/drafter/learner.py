@@ -187,7 +187,10 @@ class Learner:
             self.optimizer.step(shrink / loss.denominator, self.steps_done)
         self.optimizer.clear()
         self.steps_done += 1
-        self.skipped_in_row = 0 if finite else self.skipped_in_row + 1
+        if not finite:
+            self.skipped_in_row += 1
+        elif loss.denominator:
+            self.skipped_in_row = 0
         if self.skipped_in_row >= self.optimizer.config.max_skipped_steps:
             raise DrafterError(self._not_finite(tally, sums, step))
         buckets = bucket_totals(counts, sums)

@@ -88,6 +88,7 @@ def _cut_runs_drafting(bounds: np.ndarray, widths: np.ndarray, limits: Limits, d
     runs = np.flatnonzero(np.diff(bounds))
     ends = bounds[runs + 1].tolist()
     capacities = [limits.capacity(int(width)) for width in widths[runs]]
+    reach = np.searchsorted(summed, summed[:-1] + limits.draft_limit, side="right") - 1
     offsets, start, run = [0], 0, 0
     while start < total:
         while ends[run] <= start:
@@ -96,8 +97,7 @@ def _cut_runs_drafting(bounds: np.ndarray, widths: np.ndarray, limits: Limits, d
         while stop == ends[last] and last + 1 < len(ends) and stop - start < capacities[last + 1]:
             last += 1
             stop = min(start + capacities[last], ends[last])
-        by_drafts = int(np.searchsorted(summed, summed[start] + limits.draft_limit, side="right")) - 1
-        start = min(stop, by_drafts)
+        start = min(stop, int(reach[start]))
         offsets.append(start)
     return np.array(offsets, np.int64)
 

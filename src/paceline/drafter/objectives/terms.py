@@ -48,7 +48,8 @@ def cross_entropy(of: Distributions) -> tuple[Tensor, Tensor]:
 def forward_kl(of: Distributions) -> tuple[Tensor, Tensor]:
     """KL(p ‖ q) = Σ p·(log p - log q)."""
     p = of.teacher.exp()
-    return (p * (of.teacher - of.log_q)).sum(1), of.log_q.exp() - p
+    # A token that the teacher rules out (log p = -inf) adds nothing.
+    return torch.where(p > 0, p * (of.teacher - of.log_q), 0.0).sum(1), of.log_q.exp() - p
 
 
 def total_variation(of: Distributions) -> tuple[Tensor, Tensor]:
