@@ -106,3 +106,11 @@ os.kill(os.getpid(), signal.SIGKILL)
     done = subprocess.run([sys.executable, "-c", program], check=False, timeout=60)
     assert done.returncode == -signal.SIGKILL
     assert [line.step for line in read_lines(path)[0]] == list(range(1, 8))
+
+
+def test_a_foreign_file_without_a_line_end_is_left_alone(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b"my precious notes, one line")
+    with pytest.raises(RunDirectoryError, match="its end is no metric line"):
+        MetricsFile(path, 0)
+    assert path.read_bytes() == b"my precious notes, one line"

@@ -162,6 +162,10 @@ def read_lines(path: Path) -> tuple[list[Line], list[str]]:
     return lines, notes
 
 
+_OPENING = b'{"kind":'
+"""How every line begins; a half-written one may be cut off anywhere, in here too."""
+
+
 def _length_to_keep(raw: bytes, first_step: int, path: Path) -> tuple[int, StepLine | None]:
     """Bytes up to the first line after ``first_step`` or up to a half-written last line; the last step line kept."""
     keep = 0
@@ -179,6 +183,11 @@ def _length_to_keep(raw: bytes, first_step: int, path: Path) -> tuple[int, StepL
         if place.kind == "step":
             newest = raw[keep:end]
         keep = end + 1
+    tail = raw[keep:]
+    if tail and b"\n" not in tail and not (tail.startswith(_OPENING) or _OPENING.startswith(tail)):
+        raise RunDirectoryError(
+            f"{path}: its end is no metric line, cut or whole; move the file away or give another run directory"
+        )
     return keep, _STEP.decode(newest) if newest is not None else None
 
 
