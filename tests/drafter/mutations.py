@@ -228,7 +228,7 @@ FAULTS = (
     ),
     Fault(
         "steps that are not finite are taken",
-        (("learner.py", "if finite and loss.denominator:", "if loss.denominator:"),),
+        (("learner.py", "if finite and weight:", "if weight:"),),
         "test_learner.py -k not_finite",
     ),
     Fault(

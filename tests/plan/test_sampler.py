@@ -130,7 +130,7 @@ def test_planning_imports_no_torch():
         "import paceline.plan.forecast, paceline.plan.draw, paceline.plan.files, paceline.plan.edges; "
         "assert not {'torch', 'matplotlib', 'pyarrow', 'transformers'} & set(sys.modules), 'heavy import'"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 class Padded:

@@ -181,16 +181,7 @@ class Learner:
         rate = self.optimizer.rates.at(self.steps_done)
         gradient_norm = float(norm) / loss.denominator if loss.denominator else float(norm)
         finite = math.isfinite(gradient_norm) and math.isfinite(loss.numerator)
-        clip = self.optimizer.config.clip_norm
-        if finite and loss.denominator:
-            shrink = min(1.0, clip / gradient_norm) if gradient_norm else 1.0
-            self.optimizer.step(shrink / loss.denominator, self.steps_done)
-        self.optimizer.clear()
-        self.steps_done += 1
-        if not finite:
-            self.skipped_in_row += 1
-        elif loss.denominator:
-            self.skipped_in_row = 0
+        self._move(loss.denominator, gradient_norm, finite)
         if self.skipped_in_row >= self.optimizer.config.max_skipped_steps:
             raise DrafterError(self._not_finite(tally, sums, step))
         buckets = bucket_totals(counts, sums)
@@ -206,7 +197,7 @@ class Learner:
             buckets=buckets,
             batches=batches,
             gradient_norm=gradient_norm,
-            clipped=finite and gradient_norm > clip,
+            clipped=finite and gradient_norm > self.optimizer.config.clip_norm,
             skipped=not finite,
             learning_rate=rate,
             samples=sum(bucket.samples for bucket in buckets.values()),
@@ -219,6 +210,18 @@ class Learner:
             max_length=max_length,
             sample_losses=sample_losses(sums),
         )
+
+    def _move(self, weight: float, gradient_norm: float, finite: bool) -> None:
+        """Clip, step and clear; a window without weight moves nothing and leaves the count of skipped steps alone."""
+        if finite and weight:
+            clip = self.optimizer.config.clip_norm
+            shrink = min(1.0, clip / gradient_norm) if gradient_norm else 1.0
+            self.optimizer.step(shrink / weight, self.steps_done)
+            self.skipped_in_row = 0
+        elif not finite:
+            self.skipped_in_row += 1
+        self.optimizer.clear()
+        self.steps_done += 1
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that a resumed run needs between two windows: tensors and plain values, copied."""
