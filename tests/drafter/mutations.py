@@ -39,7 +39,7 @@ class Fault:
         """A file of the room."""
         return root / "paceline" / self.room / name
 
-    def test_files(self) -> list[Path]:
+    def files(self) -> list[Path]:
         """Files that hold the tests."""
         return [PROJECT / "tests" / self.room / file for file in self.tests.partition(" -k ")[0].split()]
 
@@ -269,7 +269,7 @@ def caught(fault: Fault) -> bool:
             file.write_text(whole.replace(text, replacement), encoding="utf-8")
         choice = fault.tests.partition(" -k ")[2]
         command = [sys.executable, "-m", "pytest", "-q", "-x", "--no-header", "-p", "no:cacheprovider"]
-        command += [*map(str, fault.test_files()), "-k", choice]
+        command += [*map(str, fault.files()), "-k", choice]
         environment = {**os.environ, "PYTHONPATH": str(source), "PYTHONDONTWRITEBYTECODE": "1"}
         done = subprocess.run(command, cwd=PROJECT, env=environment, capture_output=True, text=True, check=False)
         if done.returncode not in (0, 1):

@@ -11,4 +11,4 @@ def test_faults_can_be_put_in(fault):
     for name, text, replacement in fault.edits:
         source = fault.source(name).read_text(encoding="utf-8")
         assert source.count(text) == 1 and text != replacement
-    assert all(file.exists() for file in fault.test_files())
+    assert all(file.exists() for file in fault.files())

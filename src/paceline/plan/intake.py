@@ -200,8 +200,7 @@ def enter(
         PlanError: nothing remains, a sample exceeds a budget alone, or a weight names no group.
     """
     keep = np.ones(0, bool)
-    left_out: dict[str, int] = {}
-    kept_over_length = 0
+    left_out, kept_over_length = dict[str, int](), 0
     if settings.max_length is not None and int(lengths.max()) > settings.max_length:
         fits = lengths <= settings.max_length
         over = len(lengths) - int(np.count_nonzero(fits))
