@@ -63,6 +63,8 @@ class SimulatedDrafter:
             trained, self.trained = self.trained, []
             yield WindowClosed(report(message.order, trained))
         elif isinstance(message, SaveState):
+            if self.trained:
+                raise ValueError(f"checkpoint of step {message.step} inside a window")
             yield StateSaved(message.step)
 
 

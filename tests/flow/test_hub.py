@@ -21,7 +21,7 @@ import simulated_stages as stages
 from paceline.contracts import HostBatch, PlannedBatch, StepReport
 from paceline.errors import Interrupted, StageError
 from paceline.flow.hub import Hub
-from paceline.flow.messages import StepOrder
+from paceline.flow.messages import Saves, StepOrder
 from paceline.flow.pool import BufferPool
 from paceline.flow.prefetch import Prefetcher
 from paceline.flow.worker import Worker
@@ -59,6 +59,7 @@ def joined(
     stop: Callable[[], bool] = lambda: False,
     witness: Notes | None = None,
     every: int = 1000,
+    saves: Saves | None = None,
 ) -> Iterator[tuple[Hub, list[Worker]]]:
     orders = orders_of(windows, accumulate, every)
     items = feed or (host(i, i // accumulate, i % drafters) for i in range(windows * accumulate))
@@ -80,6 +81,7 @@ def joined(
                 delivery=delivery,
                 stall_limit_s=stall_limit_s,
                 stop_requested=stop,
+                saves=saves,
                 witness=witness,
                 buffer_bytes=10,
                 token_bytes=2,
@@ -115,6 +117,41 @@ def test_replicas_get_their_own_batches_and_all_take_each_step() -> None:
     with joined(drafters=2, buffers=4, windows=3) as (hub, _):
         reports = run(hub)
     assert [list(report.batches) for report in reports] == [[0, 2], [4, 6], [8, 10]]
+
+
+class SlowToSay:
+    """Saves after the even steps; notes which reports had been taken in by then."""
+
+    def __init__(self) -> None:
+        self.taken_in: list[int] = []
+        self.announced: list[tuple[int, list[int]]] = []
+
+    def due(self, order: StepOrder) -> bool:
+        return order.step % 2 == 0
+
+    def announce(self, step: int) -> dict[str, int]:
+        self.announced.append((step, list(self.taken_in)))
+        return {"step": step}
+
+
+@pytest.mark.parametrize("delivery", ["ordered", "ready"])
+def test_the_state_is_taken_after_its_report_and_before_the_next_window(delivery: str) -> None:
+    """The simulated drafter refuses to save inside a window."""
+    saves = SlowToSay()
+    with joined(windows=5, targets=3, buffers=5, delivery=delivery, saves=saves) as (hub, _):
+        for report in hub.run():
+            saves.taken_in.append(report.step)
+    assert saves.announced == [(2, [1, 2]), (4, [1, 2, 3, 4])]
+    assert saves.taken_in == [1, 2, 3, 4, 5]
+
+
+def test_a_stop_saves_the_last_step_that_was_taken() -> None:
+    saves = SlowToSay()
+    with joined(windows=50, saves=saves, stop=lambda: len(saves.taken_in) >= 3) as (hub, _):
+        for report in hub.run():
+            saves.taken_in.append(report.step)
+    assert 3 <= saves.taken_in[-1] < 50
+    assert saves.announced[-1] == (saves.taken_in[-1], saves.taken_in)
 
 
 def test_waits_are_reported_for_all_stages() -> None:

@@ -23,8 +23,10 @@ from paceline.flow.messages import (
     Failed,
     FeaturesReady,
     KeepTask,
+    PlannedSaves,
     Ready,
     Reply,
+    Saves,
     SaveState,
     StateSaved,
     StepOrder,
@@ -60,6 +62,8 @@ class Hub:
         delivery: ``ordered`` forwards in plan order, ``ready`` whatever of the open window is ready.
         stall_limit_s: a worker without a sign of progress for this long is named and the run stopped.
         stop_requested: asked between windows; True ends the run after the open window, with a checkpoint.
+        saves: says when the state is written. Before it is, the step's report has been taken in; the window after it
+            waits until then, so that a checkpoint never is ahead of what is known about it.
         witness: sees every span of work, queue depths and memory.
         buffer_bytes, token_bytes: size of one buffer of the pool, and of one token's features in it.
     """
@@ -75,6 +79,7 @@ class Hub:
         delivery: Literal["ordered", "ready"],
         stall_limit_s: float,
         stop_requested: Callable[[], bool] = lambda: False,
+        saves: Saves | None = None,
         witness: Witness | None = None,
         buffer_bytes: int = 0,
         token_bytes: int = 0,
@@ -92,7 +97,9 @@ class Hub:
         self._open: StepOrder | None = None
         self._missing: list[Key] = []
         self._closing: dict[int, dict[str, StepReport]] = {}
-        self._saving: set[int] = set()
+        self._saves: Saves = saves or PlannedSaves()
+        self._to_save: int | None = None
+        self._num_saving = 0
         self._waits = {"target": Waits(), "drafter": Waits()}
         self._last_look = time.perf_counter()
         self.last_step: int | None = None
@@ -104,10 +111,10 @@ class Hub:
             StageError: a worker raised, died or fell silent; names stage, batch and samples.
         """
         yield from self._await_ready()
-        while self._orders or self._open is not None or self._closing or self._saving:
-            if self._open is None and self._stop_requested() and self._orders:
+        while self._orders or self._open is not None or self._closing or self._num_saving:
+            if self._open is None and not self._closing and self._orders and self._stop_requested():
                 self._orders.clear()
-                if self.last_step is not None and self.last_step not in self._saving:
+                if self.last_step is not None:
                     self._save(self.last_step)
             self._dispatch()
             self._forward()
@@ -156,7 +163,7 @@ class Hub:
     def _forward(self) -> None:
         while True:
             if self._open is None:
-                if not self._orders or self._stop_requested():
+                if not self._orders or self._to_save is not None or self._stop_requested():
                     return
                 self._open = self._orders.popleft()
                 self._missing = [(self._open.epoch, index) for index in self._open.batches]
@@ -182,13 +189,14 @@ class Hub:
         self.last_step = order.step
         for worker in self._drafters:
             worker.send(CloseWindow(order))
-        if order.save:
-            self._save(order.step)
+        if self._saves.due(order):
+            self._to_save = order.step
 
     def _save(self, step: int) -> None:
         """Ranks are equal after every step: the first writes the checkpoint."""
-        self._saving.add(step)
-        self._drafters[0].send(SaveState(step))
+        self._to_save = None
+        self._num_saving += 1
+        self._drafters[0].send(SaveState(step, self._saves.announce(step), last=not self._orders))
 
     def _listen(self) -> Iterator[StepReport]:
         workers = [*self._targets, *self._drafters]
@@ -255,8 +263,10 @@ class Hub:
             if len(reports) == len(self._drafters):
                 del self._closing[payload.report.step]
                 yield self._with_waits(reports[self._drafters[0].name])
+                if self._to_save == payload.report.step:
+                    self._save(self._to_save)
         elif isinstance(payload, StateSaved):
-            self._saving.remove(payload.step)
+            self._num_saving -= 1
         else:
             raise StageError(f"stage {worker.name} answered {describe(task)} with {type(payload).__name__}")
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from paceline.contracts import HostBatch, StepReport
 
@@ -84,16 +85,48 @@ class WindowClosed:
 
 @dataclass(frozen=True, slots=True)
 class SaveState:
-    """For a drafter rank: write a checkpoint of the state after this step."""
+    """For a drafter rank: take the state after this step and write it as a checkpoint.
+
+    Attributes:
+        step: optimizer steps done.
+        note: plain values that go into the checkpoint.
+        last: whether to answer only when it is on disk, because nothing follows.
+    """
 
     step: int
+    note: Mapping[str, Any] = field(default_factory=dict)
+    last: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class StateSaved:
-    """From a drafter rank: the checkpoint is on disk."""
+    """From a drafter rank: the state was taken and is being written; after the last one, it is on disk."""
 
     step: int
+
+
+class Saves(Protocol):
+    """Says in the parent when the state is written."""
+
+    def due(self, order: StepOrder) -> bool:
+        """Whether a checkpoint follows this step; asked once a step, when its window closes."""
+        ...
+
+    def announce(self, step: int) -> Mapping[str, Any]:
+        """Called when the step's report is taken in and before its state is; gives the note of the checkpoint."""
+        ...
+
+
+class PlannedSaves:
+    """A checkpoint where the order says so, with an empty note."""
+
+    def due(self, order: StepOrder) -> bool:
+        """As planned."""
+        return order.save
+
+    def announce(self, step: int) -> Mapping[str, Any]:
+        """Nothing to note."""
+        return {}
 
 
 @dataclass(frozen=True, slots=True)
