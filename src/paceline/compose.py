@@ -89,6 +89,7 @@ def compose(settings: Settings) -> Composition:
         settings,
         {
             "drafter": spec.to_dict(),
+            "target": dict(facts.identity),
             "target_fingerprint": facts.fingerprint,
             "data_fingerprint": source.fingerprint,
             "total_steps": len(orders),

@@ -178,7 +178,8 @@ class TargetFacts:
         max_position_embeddings, initializer_range: defaults for a drafter; None where the target has no such thing.
         tied_head: whether the head shares the embedding's weights.
         bos_token_id, eos_token_ids, pad_token_id: None / empty where unset.
-        fingerprint: stable hash of configuration and weights index.
+        fingerprint: stable hash of all that `identity` holds.
+        identity: a hash for each part that makes the target this one: configuration, weights, tokenizer, quantization.
     """
 
     path: str
@@ -200,6 +201,12 @@ class TargetFacts:
     eos_token_ids: tuple[int, ...]
     pad_token_id: int | None
     fingerprint: str
+    identity: Mapping[str, str] = field(default_factory=dict)
+
+
+def differing_parts(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
+    """Parts of a target's identity that are not the same, by name; those that only one side has included."""
+    return sorted(name for name in {*before, *after} if before.get(name) != after.get(name))
 
 
 class SampleSource(Protocol):

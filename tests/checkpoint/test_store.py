@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import resource
 import subprocess
 import sys
@@ -78,3 +79,14 @@ def test_a_damaged_checkpoint_is_one_clear_line(tmp_path: Path) -> None:
         file.truncate((folder / store.WEIGHTS).stat().st_size // 2)
     with pytest.raises(CheckpointError, match=r"cannot be read .* remove this checkpoint to go on from the one before"):
         store.read_checkpoint(tmp_path, 5)
+
+
+def test_a_checkpoint_of_another_target_is_refused(tmp_path: Path) -> None:
+    note = tmp_path / "run.json"
+    note.write_text(json.dumps({"target": {"configuration": "a", "weights": "b"}}))
+    store.write_checkpoint(tmp_path, 5, state(5), keep_last=2)
+    assert store.read_checkpoint(tmp_path, 5)
+    note.write_text(json.dumps({"target": {"configuration": "a", "weights": "c"}}))
+    with pytest.raises(CheckpointError, match="another target than the run's; they differ in weights;") as fault:
+        store.read_checkpoint(tmp_path, 5)
+    assert len(fault.value.faults) == 1

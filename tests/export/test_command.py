@@ -35,6 +35,7 @@ def run_dir(tmp_path, demo_assets) -> Path:
     spec = derive_spec(settings.drafter, facts, [1, 5], 3)
     made = {
         "drafter": spec.to_dict(),
+        "target": dict(facts.identity),
         "target_fingerprint": facts.fingerprint,
         "data_fingerprint": "d" * 64,
         "total_steps": 20,
@@ -157,7 +158,7 @@ def test_another_target_is_refused(run_dir, tmp_path, demo_assets) -> None:
         (other / path.name).write_bytes(path.read_bytes())
     config = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 1e-5}))
-    with pytest.raises(ExportError, match="trained on a target with fingerprint"):
+    with pytest.raises(ExportError, match="trained on another target than .*; they differ in configuration;"):
         run([str(run_dir), "--target", str(other)])
     (other / "config.json").write_text(json.dumps({**config, "hidden_size": 64, "vocab_size": 2000}))
     with pytest.raises(ExportError) as caught:

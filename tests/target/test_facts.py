@@ -7,8 +7,9 @@ import shutil
 
 import pytest
 
+from paceline.contracts import differing_parts
 from paceline.errors import TargetError
-from paceline.target.facts import describe
+from paceline.target.facts import describe, identify_target
 from tiny_targets import save_tiny
 
 
@@ -91,3 +92,19 @@ def test_fingerprint_follows_weights_and_configuration_alone(qwen3, copied, tmp_
     assert describe(str(other)).fingerprint != known
     edit(copied, rms_norm_eps=1e-5)
     assert describe(str(copied)).fingerprint != known
+
+
+def test_identity_names_the_part_that_changed(qwen3, copied, tmp_path):
+    known = describe(str(qwen3)).identity
+    assert set(known) == {"configuration", "weights"}
+    other = save_tiny(tmp_path / "other", "qwen3", seed=1)
+    assert differing_parts(known, describe(str(other)).identity) == ["weights"]
+    (copied / "tokenizer.json").write_text("{}")
+    edit(copied, rms_norm_eps=1e-5, quantization_config={"quant_method": "fp8"})
+    assert differing_parts(known, identify_target(str(copied))) == ["configuration", "quantization", "tokenizer"]
+
+
+def test_preparing_needs_no_weights_to_name_its_target(copied):
+    known = identify_target(str(copied))
+    (copied / "model.safetensors").unlink()
+    assert identify_target(str(copied)) == {"configuration": known["configuration"]}

@@ -17,6 +17,7 @@ from typing import Any
 
 import paceline
 from paceline.config import Settings, dump_settings, load_settings
+from paceline.contracts import differing_parts
 from paceline.errors import RunDirectoryError
 
 SETTINGS, RUN, CHECKPOINTS, EVALUATION = "settings.yaml", "run.json", "checkpoints", "evaluation.json"
@@ -74,7 +75,8 @@ def open_run(settings: Settings, facts: Mapping[str, Any]) -> Path:
 
     Args:
         settings: resolved settings.
-        facts: what else makes the run what it is: ``drafter``, ``target_fingerprint``, ``data_fingerprint``, …
+        facts: what else makes the run what it is: ``drafter``, ``target`` (its identity, part by part),
+            ``data_fingerprint``, …
 
     Returns:
         The directory.
@@ -148,7 +150,12 @@ def _changed_settings(run_dir: Path, settings: Settings) -> Iterator[str]:
 def _changed_facts(run_dir: Path, facts: Mapping[str, Any]) -> Iterator[str]:
     before = read_run_facts(run_dir)
     for name in facts:
-        if name != "versions" and before.get(name) != facts[name]:
+        if name == "target" and (parts := differing_parts(before.get(name, {}), facts[name])):
+            yield (
+                f"{run_dir}: made with another target, which differs in {', '.join(parts)}; "
+                "put back the target that it was started with, or give another run_dir"
+            )
+        elif name not in ("versions", "target", "target_fingerprint") and before.get(name) != facts[name]:
             yield f"{run_dir}: its {name.replace('_', ' ')} is not today's; what it was made from has changed"
 
 

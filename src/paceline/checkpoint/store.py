@@ -17,7 +17,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from paceline.checkpoint.rundir import CHECKPOINTS, read_run_facts
+from paceline.checkpoint.rundir import CHECKPOINTS, RUN, read_run_facts
+from paceline.contracts import differing_parts
 from paceline.errors import CheckpointError
 
 WEIGHTS, STATE, NOTE = "drafter.safetensors", "state.pt", "checkpoint.json"
@@ -55,7 +56,8 @@ def write_checkpoint(run_dir: Path, step: int, state: dict[str, Any], *, keep_la
         network: dict[str, Tensor] = rest.pop("network")
         save_file({name: tensor.contiguous().cpu() for name, tensor in network.items()}, aside / WEIGHTS)
         torch.save(rest, aside / STATE)
-        (aside / NOTE).write_text(json.dumps({"step": step}) + "\n", encoding="utf-8")
+        note = {"step": step, "target": _target_of(run_dir)}
+        (aside / NOTE).write_text(json.dumps(note) + "\n", encoding="utf-8")
         for path in aside.iterdir():
             _fsync(path)
         shutil.rmtree(final, ignore_errors=True)
@@ -95,9 +97,10 @@ def read_checkpoint(run_dir: Path, step: int) -> dict[str, Any]:
     """The learner's state at a step, as it was given to `write_checkpoint`.
 
     Raises:
-        CheckpointError: missing or damaged.
+        CheckpointError: missing, damaged, or of a run with another target.
     """
     folder = checkpoint_path(run_dir, step)
+    _check_origin(run_dir, folder)
     try:
         state = torch.load(folder / STATE, map_location="cpu", weights_only=True)
         return {**state, "network": load_file(folder / WEIGHTS)}
@@ -131,6 +134,24 @@ def load_drafter(run_dir: Path, step: int | None = None) -> tuple[dict[str, Any]
         return facts["drafter"], load_file(folder / WEIGHTS), chosen
     except (OSError, SafetensorError) as fault:
         raise CheckpointError(f"{folder / WEIGHTS}: cannot be read ({fault})") from fault
+
+
+def _target_of(run_dir: Path) -> dict[str, str]:
+    """Identity of the run's target; empty where nothing says what the run is."""
+    return read_run_facts(run_dir).get("target", {}) if (run_dir / RUN).is_file() else {}
+
+
+def _check_origin(run_dir: Path, folder: Path) -> None:
+    """Refuse a checkpoint that was written for another target."""
+    try:
+        written = json.loads((folder / NOTE).read_text(encoding="utf-8")).get("target", {})
+    except (OSError, ValueError, AttributeError) as fault:
+        raise CheckpointError(f"{folder / NOTE}: cannot be read ({fault}); remove this checkpoint") from fault
+    if parts := differing_parts(written, _target_of(run_dir)):
+        raise CheckpointError(
+            f"{folder}: written for another target than the run's; they differ in {', '.join(parts)}; "
+            "put back the run's own checkpoint, or remove this one"
+        )
 
 
 def _fsync(path: Path) -> None:

@@ -149,6 +149,7 @@ def run_source(source: Path, step: int | None, target: str | None) -> Source:
     origin = Origin(
         step=at,
         total_steps=facts.get("total_steps"),
+        target=facts.get("target", {}),
         target_fingerprint=facts.get("target_fingerprint"),
         data_fingerprint=facts.get("data_fingerprint"),
         settings=settings.model_dump(mode="json"),
@@ -198,7 +199,7 @@ def export(source: Source, out: Path, *, format: Format, dtype: str, check: bool
 
     spec, origin = source.spec, source.origin
     facts = describe(source.target, source.trust_remote_code)
-    check_target("drafter", spec, facts, origin.target_fingerprint)
+    check_target("drafter", spec, facts, origin.target)
     inputs = _golden_inputs(source, golden)
     note: dict[str, Any] = {"folder": str(out), "format": format, "dtype": dtype, "step": origin.step}
 
@@ -242,7 +243,12 @@ def _note(note: Mapping[str, Any], source: Source, facts: TargetFacts, version: 
     return {
         **{key: value for key, value in note.items() if key != "folder"},
         "paceline": version,
-        "target": {"path": source.target, "architecture": facts.architecture, "fingerprint": facts.fingerprint},
+        "target": {
+            "path": source.target,
+            "architecture": facts.architecture,
+            "fingerprint": facts.fingerprint,
+            "identity": dict(facts.identity),
+        },
         "data_fingerprint": source.origin.data_fingerprint,
         "trained_length": source.origin.trained_length,
         "drafter": source.spec.to_dict(),

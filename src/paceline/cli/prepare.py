@@ -78,6 +78,7 @@ def prepare_run(settings: Settings, *, replace: bool = False) -> PrepareReport:
 
     from paceline.data.prepare import prepare
     from paceline.drafter.anchors import count_eligible
+    from paceline.target.facts import identify_target
 
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f} %"))
     with Progress(*columns, TimeRemainingColumn(), console=frame.stderr, transient=True) as bars:
@@ -100,6 +101,7 @@ def prepare_run(settings: Settings, *, replace: bool = False) -> PrepareReport:
             trust_remote_code=settings.target.trust_remote_code,
             progress=hear,
             replace=replace,
+            target=identify_target(settings.target.path),
         )
 
 
@@ -153,6 +155,7 @@ def prepare_heldout(settings: Settings) -> PrepareReport:
     from paceline.data.prepare import prepare
     from paceline.data.split import heldout_files
     from paceline.drafter.anchors import count_eligible
+    from paceline.target.facts import identify_target
 
     return prepare(
         heldout_files(settings.data.heldout, settings.store_path),
@@ -162,6 +165,7 @@ def prepare_heldout(settings: Settings) -> PrepareReport:
         count_eligible=count_eligible,
         trust_remote_code=settings.target.trust_remote_code,
         replace=True,
+        target=identify_target(settings.target.path),
     )
 
 

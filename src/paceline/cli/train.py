@@ -90,8 +90,9 @@ def train_run(settings: Settings) -> Outcome:
 def ready_store(settings: Settings) -> None:
     """Prepare the chats of a new run; check the store of one that goes on."""
     from paceline.cli.prepare import prepare_heldout, prepare_run, render, use_of
-    from paceline.data.prepare import check_store
+    from paceline.data.prepare import check_store, other_target
     from paceline.data.split import heldout_files
+    from paceline.target.facts import identify_target
 
     if settings.data.train and not is_run_directory(Path(settings.run_dir)):
         report = prepare_run(settings)
@@ -101,6 +102,8 @@ def ready_store(settings: Settings) -> None:
     else:
         target = settings.target
         check_store(settings.store_path, target.path, settings.data, trust_remote_code=target.trust_remote_code)
+    if warning := other_target(settings.store_path, identify_target(settings.target.path)):
+        frame.notice(warning)
 
 
 def show_run(composition: Composition) -> None:

@@ -6,7 +6,7 @@ import glob
 import json
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -44,9 +44,10 @@ def finish(
     ingredients: JsonDict,
     settings: DataConfig,
     *,
+    target: Mapping[str, str],
     progress: Callable[[str, int, int], None],
 ) -> PrepareReport:
-    """Make a store of the finished parts in `aside` and rename it to `store`.
+    """Make a store of the finished parts in `aside` and rename it to `store`; `target` is noted in its manifest.
 
     Raises:
         DataError: no sample is left; one line with the reasons and an example of each.
@@ -68,6 +69,7 @@ def finish(
         "format": FORMAT,
         "fingerprint": fingerprint,
         "ingredients": ingredients,
+        "target": dict(target),
         "sources": [{"path": source.path, "kind": source.kind, "digest": source.digest} for source in sources],
         "num_samples": index.num_rows,
         "report": report.to_json(),

@@ -12,7 +12,7 @@ import hashlib
 import json
 import multiprocessing
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from paceline.config import DataConfig
-from paceline.contracts import JsonDict
+from paceline.contracts import JsonDict, differing_parts
 from paceline.data import store as stored
 from paceline.data.conversation import Conversation, SetAside, read_row
 from paceline.data.finish import finish
@@ -64,6 +64,7 @@ def prepare(
     trust_remote_code: bool = False,
     progress: Progress | None = None,
     replace: bool = False,
+    target: Mapping[str, str] | None = None,
 ) -> PrepareReport:
     """Tokenise data files into a store.
 
@@ -76,6 +77,7 @@ def prepare(
         trust_remote_code: whether code that comes with the target may run.
         progress: hears how far it is.
         replace: put the new store in the place of one that was made from something else.
+        target: identity of the target whose answers these are, part by part; noted in the manifest.
 
     Returns:
         The report; `reused` where the store was there with the same fingerprint.
@@ -100,7 +102,9 @@ def prepare(
             tokenizer_path, trust_remote_code, settings, count_eligible, str(aside), _heldout_prompts(held_pieces)
         )
         _tokenise_all(pieces, worker, settings.workers, aside, hear)
-        return finish(aside, store, pieces, sources, fingerprint, ingredients, settings, progress=hear)
+        return finish(
+            aside, store, pieces, sources, fingerprint, ingredients, settings, target=target or {}, progress=hear
+        )
 
 
 def check_store(path: Path, tokenizer_path: str, settings: DataConfig, *, trust_remote_code: bool = False) -> None:
@@ -115,6 +119,22 @@ def check_store(path: Path, tokenizer_path: str, settings: DataConfig, *, trust_
     faults = _differences({**manifest["ingredients"], "rows": [], "heldout": []}, wanted)
     if faults:
         raise DataError(f"{path}: the store was made with other ingredients ({'; '.join(faults)}); {_REMEDY}")
+
+
+def other_target(path: Path, target: Mapping[str, str]) -> str | None:
+    """One line where a store was prepared for another target than this one, as far as both are known; else None.
+
+    Tokens depend on the tokenizer alone, which `check_store` compares; but the answers should be the target's own.
+    """
+    noted = stored.read_manifest(path).get("target", {})
+    known = noted.keys() & target.keys()
+    parts = differing_parts({name: noted[name] for name in known}, {name: target[name] for name in known})
+    if not parts:
+        return None
+    return (
+        f"{path}: prepared for another target, which differs in {', '.join(parts)}; its answers should be the "
+        "own of the target that is trained for: regenerate them unless they are"
+    )
 
 
 _REMEDY = "give another data.store, or run `paceline prepare --replace`"

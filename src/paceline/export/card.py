@@ -37,6 +37,7 @@ class Origin:
 
     Attributes:
         step, total_steps: optimizer steps taken and planned.
+        target: identity of the target that it was trained on, part by part.
         target_fingerprint, data_fingerprint: of what it was trained on.
         settings: resolved settings of the run, nested.
         data: the report of its data.
@@ -46,6 +47,7 @@ class Origin:
 
     step: int | None = None
     total_steps: int | None = None
+    target: Mapping[str, str] = field(default_factory=dict)
     target_fingerprint: str | None = None
     data_fingerprint: str | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from paceline.contracts import differing_parts
 from paceline.drafter.spec import DrafterSpec
 from paceline.errors import DrafterError, ExportError
 
@@ -39,17 +40,17 @@ def check_mask(where: str, spec: DrafterSpec) -> None:
         )
 
 
-def check_target(where: str, spec: DrafterSpec, facts: TargetFacts, fingerprint: str | None = None) -> None:
+def check_target(where: str, spec: DrafterSpec, facts: TargetFacts, identity: Mapping[str, str] | None = None) -> None:
     """Refuse a drafter that was made for another target; one line for each difference.
 
     Args:
         where: for messages.
         spec: the drafter.
         facts: the target.
-        fingerprint: of the target that the drafter was trained on, where known.
+        identity: of the target that the drafter was trained on, part by part, where known.
 
     Raises:
-        ExportError: hidden size, vocabulary, depth or fingerprint differ.
+        ExportError: hidden size, vocabulary, depth or identity differ.
     """
     pairs = (
         ("hidden_size", spec.hidden_size, facts.hidden_size),
@@ -61,10 +62,10 @@ def check_target(where: str, spec: DrafterSpec, facts: TargetFacts, fingerprint:
         for name, ours, theirs in pairs
         if ours != theirs
     ]
-    if fingerprint is not None and fingerprint != facts.fingerprint:
+    if identity and (parts := differing_parts(identity, facts.identity)):
         faults.append(
-            f"{where}: trained on a target with fingerprint {fingerprint[:16]}, but {facts.path} has "
-            f"{facts.fingerprint[:16]}; same shape, other weights or tokenizer"
+            f"{where}: trained on another target than {facts.path}; they differ in {', '.join(parts)}; "
+            "use the target that it was trained for"
         )
     if faults:
         raise ExportError(*faults)

@@ -8,7 +8,7 @@ from typing import Any
 
 from paceline.contracts import TargetFacts
 from paceline.errors import TargetError
-from paceline.target.folder import fingerprint, resolve_folder
+from paceline.target.folder import fingerprint, identify, resolve_folder
 
 LAYER_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 GENERATORS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
@@ -41,6 +41,7 @@ def describe(path: str, trust_remote_code: bool = False) -> TargetFacts:
             "such an architecture cannot be a target"
         )
     heads = _first(text, ("num_attention_heads", "n_head", "n_heads"))
+    identity = identify(folder, raw)
     return TargetFacts(
         path=path,
         architecture=(config.architectures or [type(config).__name__])[0],
@@ -60,8 +61,19 @@ def describe(path: str, trust_remote_code: bool = False) -> TargetFacts:
         bos_token_id=_token(config, text, "bos_token_id"),
         eos_token_ids=_stop_tokens(folder, config, text),
         pad_token_id=_token(config, text, "pad_token_id"),
-        fingerprint=fingerprint(folder, raw),
+        fingerprint=fingerprint(identity),
+        identity=identity,
     )
+
+
+def identify_target(path: str) -> dict[str, str]:
+    """What makes the target of this path the one it is, part by part (`folder.identify`); weights are not fetched.
+
+    Raises:
+        TargetError: no such folder, or a broken config.json; one line.
+    """
+    folder = resolve_folder(path, weights=False)
+    return identify(folder, _raw_config(folder))
 
 
 def read_config(path: str, trust_remote_code: bool = False) -> Any:

@@ -9,6 +9,7 @@ import hashlib
 import json
 import re
 import struct
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +19,19 @@ HUB_NAME = re.compile(r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*$")
 """What may be a name on the hub rather than a path."""
 NOT_IDENTITY = ("transformers_version", "_name_or_path", "torch_dtype", "dtype")
 """Keys of config.json that do not change what the model is."""
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
+"""Files that decide how text becomes ids."""
 SAMPLES, SAMPLE_BYTES = 16, 4096
 """Evenly spaced pieces of every weights file that enter the fingerprint."""
 
 
-def resolve_folder(path: str) -> Path:
+def resolve_folder(path: str, *, weights: bool = True) -> Path:
     """The folder of a target.
 
     Args:
         path: a folder, a ``.gguf`` file (its folder is returned), or a hub name whose files are fetched (from the
             local cache alone when offline).
+        weights: whether the weights are fetched too.
 
     Raises:
         TargetError: neither exists; one line.
@@ -41,14 +45,14 @@ def resolve_folder(path: str) -> Path:
         raise TargetError(f"target.path = {path}: is a file; give the folder that holds config.json, or a .gguf file")
     if not HUB_NAME.match(path) or place.parent.is_dir():
         raise TargetError(f"target.path = {path}: no such folder; give the folder of a Hugging Face causal LM")
-    return _fetch(path)
+    return _fetch(path, weights=weights)
 
 
-def _fetch(name: str) -> Path:
+def _fetch(name: str, *, weights: bool) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-    wanted = ["*.json", "*.safetensors", "*.bin", "*.model", "*.txt", "*.jinja", "*.py"]
+    wanted = ["*.json", "*.model", "*.txt", "*.jinja", "*.py", *(["*.safetensors", "*.bin"] if weights else [])]
     try:
         return Path(snapshot_download(name, allow_patterns=wanted))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError, ValueError) as fault:
@@ -92,26 +96,54 @@ def read_header(file: Path) -> dict[str, Any]:
     return header
 
 
-def fingerprint(folder: Path, config: dict[str, Any]) -> str:
-    """Stable hash of a target: configuration (quantisation included), weights and tokenizer.
+def identify(folder: Path, config: Mapping[str, Any], weights: Sequence[Path] | None = None) -> dict[str, str]:
+    """What makes a target this one, a hash for each part, from its files alone.
 
     Weights enter with names, types, shapes and sizes of every file and evenly spaced samples of its bytes, so that
-    other weights of the same shape give another fingerprint without reading terabytes.
+    other weights of the same shape give another hash without reading terabytes.
+
+    Args:
+        folder: of the target.
+        config: its configuration as plain values.
+        weights: its weight files; those in the folder where None.
 
     Returns:
-        64 hexadecimal digits.
+        ``configuration``, ``quantization``, ``weights`` and ``tokenizer``, each as hexadecimal digits. Parts that are
+        not there (weights where only data is prepared) are left out; so is the quantization of a target without one.
     """
-    digest = hashlib.sha256()
     kept = {key: value for key, value in config.items() if key not in NOT_IDENTITY and value is not None}
-    digest.update(json.dumps(kept, sort_keys=True).encode())
-    files = weight_files(folder) or sorted([*folder.glob("*.bin"), *folder.glob("*.gguf")])
+    quantization = kept.pop("quantization_config", None)
+    parts = {"configuration": _hash(json.dumps(kept, sort_keys=True).encode())} if kept else {}
+    if quantization is not None:
+        parts["quantization"] = _hash(json.dumps(quantization, sort_keys=True, default=str).encode())
+    files = weights or weight_files(folder) or sorted([*folder.glob("*.bin"), *folder.glob("*.gguf")])
+    if any(file.is_file() for file in files):
+        parts["weights"] = hash_weights(files)
+    words = [folder / name for name in TOKENIZER_FILES if (folder / name).is_file()]
+    if words:
+        parts["tokenizer"] = _hash(*(file.name.encode() + hashlib.sha256(file.read_bytes()).digest() for file in words))
+    return parts
+
+
+def fingerprint(identity: Mapping[str, str]) -> str:
+    """One hash, 64 hexadecimal digits, of all parts of an identity."""
+    return _hash(json.dumps(dict(identity), sort_keys=True).encode())
+
+
+def hash_weights(files: Sequence[Path]) -> str:
+    """Hash of weight files: headers and samples of their bytes; see `identify`."""
+    digest = hashlib.sha256()
     for file in files:
         if file.suffix == ".safetensors":
             digest.update(json.dumps(read_header(file), sort_keys=True).encode())
         _sample(digest, file)
-    for name in ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt"):
-        if (folder / name).is_file():
-            digest.update(name.encode() + hashlib.sha256((folder / name).read_bytes()).digest())
+    return digest.hexdigest()
+
+
+def _hash(*pieces: bytes) -> str:
+    digest = hashlib.sha256()
+    for piece in pieces:
+        digest.update(piece)
     return digest.hexdigest()
 
 
