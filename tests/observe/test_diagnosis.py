@@ -42,7 +42,7 @@ def run_of(run_dir: Path, reports, **settings) -> Path:
 def plain_reports(count: int = 60, **changes):
     rng = np.random.default_rng(0)
     for step in range(1, count + 1):
-        samples = [replace(sample, loss=3.0) for sample in random_samples(rng)]
+        samples = [replace(sample, loss=3.0 + 2.0 * np.exp(-step / 10)) for sample in random_samples(rng)]
         yield report_of(step, samples, **{key: make(step) for key, make in changes.items()})
 
 
@@ -200,7 +200,7 @@ def test_trends_are_put_in_words():
     assert trend_of(steps, noise).text == "flat"
     assert trend_of(steps, noise - steps / 1000).text == "still falling"
     assert trend_of(steps, noise + steps / 1000).text == "still rising"
-    assert trend_of(steps[:50], noise[:50]) is None
+    assert trend_of(steps[:7], noise[:7]) is None
 
 
 def test_the_report_shows_findings_and_what_to_do_next(tmp_path):

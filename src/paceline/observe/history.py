@@ -71,6 +71,15 @@ class History:
             return "not closed"
         return str(closed[-1].fields.get("status", "closed"))
 
+    @property
+    def line(self) -> str:
+        """What a line of metrics is: ``step``, ``line of 10 steps``, ``line of up to 10 steps``."""
+        if not self.spans.size or self.spans.max() <= 1:
+            return "step"
+        most = int(self.spans.max())
+        # The last line of an epoch or before a checkpoint may be shorter.
+        return f"line of {'' if np.mean(self.spans == most) > 0.9 else 'up to '}{most} steps"
+
     def series(self, name: str) -> np.ndarray:
         """Values of one metric, float64 [L]; all NaN where it was never logged."""
         return self.values.get(name, np.full(self.steps.size, np.nan))

@@ -111,11 +111,12 @@ class Observer:
             MetricError: the report has a ratio that the catalogue does not know.
             RunDirectoryError: metrics.jsonl can no longer be written.
         """
+        if report.epoch != self._epoch:
+            self._flush()  # a line ends with its epoch, so that the epoch's coverage is whole
+            self._epoch, self._epoch_samples = report.epoch, 0.0
         self._tally.add(report)
         self._step = report.step
         self._last_report = report
-        if report.epoch != self._epoch:
-            self._epoch, self._epoch_samples = report.epoch, 0.0
         self._epoch_samples += report.samples
         previous = report.seconds if self._recent_s is None else self._recent_s
         self._recent_s = _SPEED_MEMORY * previous + (1 - _SPEED_MEMORY) * report.seconds

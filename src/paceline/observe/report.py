@@ -79,7 +79,7 @@ def _summary(run: History) -> Html:
     if run.steps.size:
         first = slice(0, max(run.steps.size // 10, 1))
         pairs += [
-            ("loss", f"{run.pooled('loss', late):.3f}", f"last tenth; first {run.pooled('loss', first):.3f}"),
+            ("loss", _fixed(run.pooled("loss", late), 3), f"last tenth; first {_fixed(run.pooled('loss', first), 3)}"),
             ("training τ", _fixed(run.pooled("tau", late)), "last tenth, tokens per target pass"),
             ("decoded τ", _fixed(decoded[-1][1]) if decoded else "–", "held-out prompts, real decoding"),
             ("training time", duration(seconds), "sum of the steps"),
@@ -127,7 +127,8 @@ def _loss(run: History) -> Html:
         (
             plots.loss(run),
             "Loss",
-            "Grey: every step; first ones may lie above. Line: smoothed over 4 % of the run. Dotted uprights: resumed.",
+            f"Grey: {_each(run)}; first ones may lie above. Line: smoothed over 4 % of the run. "
+            "Dotted uprights: resumed.",
         ),
         (
             plots.loss_by_bucket(run),
@@ -174,7 +175,7 @@ def _data(run: History) -> Html:
             short(_over(total(f"real_tokens/bucket_{b}"), total(f"samples/bucket_{b}"))),
             percent(_over(total(f"real_tokens/bucket_{b}"), total(f"padded_tokens/bucket_{b}"))),
             percent(_steps_with(run, b)),
-            f"{run.pooled(f'loss/bucket_{b}', late):.3f}",
+            _fixed(run.pooled(f"loss/bucket_{b}", late), 3),
         )
         for b in buckets
     ]
@@ -195,12 +196,12 @@ def _data(run: History) -> Html:
                 (
                     plots.mix(run, "samples/bucket_{}", "share of samples", "mix-samples"),
                     "Which lengths trained when",
-                    "Share of each length bucket in the samples of a step. Level bands: every step saw every length.",
+                    f"Share of each length bucket in the samples of a {run.line}. " + _bands(run),
                 ),
                 (
                     plots.lengths(run),
                     "Sample length",
-                    "Mean (line; grey: every step) and longest sample of each optimizer step.",
+                    f"Mean (line; grey: {_each(run)}) and longest sample of {_each(run)}.",
                 ),
             ),
         )
@@ -272,8 +273,9 @@ def _details(title: str, value: dict[str, Any]) -> Html:
 
 
 def _steps_with(run: History, bucket: int) -> float:
-    """Share of the lines in which a bucket was trained."""
-    return float(np.mean(run.counts(f"micro_batches/bucket_{bucket}") > 0)) if run.steps.size else math.nan
+    """Share of the optimizer steps in which a bucket was trained; NaN where that was not counted."""
+    name = f"steps_with/bucket_{bucket}"
+    return float(np.sum(run.counts(name) * run.spans) / run.spans.sum()) if name in run.values else math.nan
 
 
 def _present(run: History, name: str) -> float:
@@ -284,9 +286,20 @@ def _present(run: History, name: str) -> float:
     )
 
 
+def _each(run: History) -> str:
+    return "every step" if run.line == "step" else f"each {run.line}"
+
+
+def _bands(run: History) -> str:
+    """What level bands of the mixture mean; over several steps they mean little."""
+    if run.line == "step":
+        return "Level bands: every step saw every length."
+    return "The mixture inside a line cannot be seen here; column “in steps” counts single steps."
+
+
 def _over(numerator: float, denominator: float) -> float:
     return numerator / denominator if denominator else math.nan
 
 
-def _fixed(value: float) -> str:
-    return f"{value:.2f}" if math.isfinite(value) else "–"
+def _fixed(value: float, digits: int = 2) -> str:
+    return f"{value:.{digits}f}" if math.isfinite(value) else "–"

@@ -12,6 +12,9 @@ from paceline.contracts import BucketTotals, Ratio, StepReport
 from paceline.errors import MetricError
 from paceline.observe.catalogue import find
 
+MOSTLY = 0.75
+"""Share of a step's micro-batches from which on a step is mostly of one bucket."""
+
 
 class Tally:
     """Metrics of the optimizer steps since the last line."""
@@ -40,8 +43,9 @@ class Tally:
         self._headline(report)
         self._optimizer(report)
         self._window(report)
+        micro_batches = _micro_batches(report)
         for bucket, totals in report.buckets.items():
-            self._bucket(bucket, totals, report.loss.denominator)
+            self._bucket(bucket, totals, report.loss.denominator, micro_batches)
         for tag, of_tag in report.tags.items():
             self._ratio(f"loss/tag_{tag}", of_tag.loss.numerator, of_tag.loss.denominator)
             self._ratio(f"weight_share/tag_{tag}", of_tag.loss.denominator, report.loss.denominator)
@@ -119,24 +123,29 @@ class Tally:
                 self._ratio(f"stage/{stage}/{state}", spent_s, whole)
 
     def _window(self, report: StepReport) -> None:
-        micro_batches = sum(totals.micro_batches for totals in report.buckets.values()) or len(report.batches)
+        micro_batches, buckets = _micro_batches(report), _distinct(report)
         self._sum("window/samples", report.samples)
         self._sum("window/micro_batches", micro_batches)
         self._sum("window/anchors", report.anchors)
         self._sum("window/real_tokens", report.real_tokens)
         self._sum("window/padded_tokens", report.padded_tokens)
         self._sum("window/draft_positions", report.draft_positions)
-        self._sum("window/buckets", sum(totals.micro_batches > 0 for totals in report.buckets.values()))
+        self._sum("window/buckets", buckets)
+        if micro_batches > 1 and buckets:
+            self._ratio("window/one_bucket", buckets == 1, 1)
         self._ratio("window/mean_length", report.real_tokens, report.samples)
         self._ratio("window/samples_per_micro_batch", report.samples, micro_batches)
         if report.max_length:
             self.gauge("window/max_length", report.max_length)
 
-    def _bucket(self, bucket: int, totals: BucketTotals, weight: float) -> None:
+    def _bucket(self, bucket: int, totals: BucketTotals, weight: float, micro_batches: int) -> None:
+        """A bucket's share of a step of so much weight and so many micro-batches."""
         self._ratio(f"loss/bucket_{bucket}", totals.loss.numerator, totals.loss.denominator)
         self._ratio(f"weight_share/bucket_{bucket}", totals.loss.denominator, weight)
         self._sum(f"samples/bucket_{bucket}", totals.samples)
         self._sum(f"micro_batches/bucket_{bucket}", totals.micro_batches)
+        self._sum(f"steps_with/bucket_{bucket}", totals.micro_batches > 0)
+        self._sum(f"steps_mostly/bucket_{bucket}", micro_batches > 1 and totals.micro_batches >= MOSTLY * micro_batches)
         self._sum(f"anchors/bucket_{bucket}", totals.anchors)
         self._sum(f"real_tokens/bucket_{bucket}", totals.real_tokens)
         self._sum(f"padded_tokens/bucket_{bucket}", totals.padded_tokens)
@@ -149,6 +158,14 @@ class Tally:
     def _sum(self, name: str, value: float) -> None:
         find(name)
         self._sums[name] = self._sums.get(name, 0.0) + value
+
+
+def _micro_batches(report: StepReport) -> int:
+    return sum(totals.micro_batches for totals in report.buckets.values()) or len(report.batches)
+
+
+def _distinct(report: StepReport) -> int:
+    return sum(totals.micro_batches > 0 for totals in report.buckets.values())
 
 
 def _divide(numerator: float, denominator: float) -> float:

@@ -8,8 +8,10 @@ import numpy as np
 
 BLOCKS = 12
 """Stretches whose means are regressed: neighbouring steps are correlated, means of long stretches hardly are."""
-T_QUANTILE = 2.228
-"""97.5 % quantile of Student's t with BLOCKS - 2 degrees of freedom."""
+MIN_POINTS = 8
+"""Fewer points than this have no trend; so many are regressed in stretches of two."""
+T_QUANTILES = {2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262, 10: 2.228}
+"""97.5 % quantiles of Student's t by degrees of freedom: stretches less two."""
 
 
 @dataclass(frozen=True)
@@ -48,17 +50,18 @@ def trend_of(steps: np.ndarray, values: np.ndarray, part: float = 0.3) -> Trend 
         part: share of the points.
 
     Returns:
-        None where there are fewer than two points a block.
+        None where there are fewer than `MIN_POINTS` points. Of short series at least half is taken.
     """
     good = np.isfinite(values)
     steps, values = steps[good], values[good]
-    count = int(steps.size * part)
-    if count < 2 * BLOCKS:
+    count = max(int(steps.size * part), min(max(steps.size // 2, MIN_POINTS), 2 * BLOCKS))
+    if steps.size < MIN_POINTS:
         return None
-    x = np.array([part.mean() for part in np.array_split(steps[-count:].astype(np.float64), BLOCKS)])
-    y = np.array([part.mean() for part in np.array_split(values[-count:], BLOCKS)])
+    blocks = min(BLOCKS, count // 2)
+    x = np.array([part.mean() for part in np.array_split(steps[-count:].astype(np.float64), blocks)])
+    y = np.array([part.mean() for part in np.array_split(values[-count:], blocks)])
     centred = x - x.mean()
     slope = float(centred @ y / (centred @ centred))
     rest = y - y.mean() - slope * centred
-    error = T_QUANTILE * float(np.sqrt(rest @ rest / (BLOCKS - 2) / (centred @ centred)))
+    error = T_QUANTILES[blocks - 2] * float(np.sqrt(rest @ rest / (blocks - 2) / (centred @ centred)))
     return Trend(int(steps[-1] - steps[-count] + 1), slope, error)

@@ -1,0 +1,130 @@
+"""Checks of what a step saw: lengths, tags, coverage, padding. Each is a function from a history to findings."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from paceline.observe.finding import Finding, setting
+from paceline.observe.history import History
+from paceline.observe.jitter import explain_jitter
+from paceline.observe.numerals import percent, signed
+
+
+def loss_jitter(run: History) -> list[Finding]:
+    """Whether the make-up of the window moves the loss."""
+    found = explain_jitter(run)
+    if found is None or not found.notable:
+        return []
+    schedule = setting(run, "plan", "schedule")
+    by_length = not found.leader.startswith("tag ")
+    kinds = "lengths" if by_length else "tags"
+    loss, line = ("step loss", "step") if run.line == "step" else (f"loss of a {run.line}", "line")
+    if not by_length:
+        advice = "raise plan.accumulate, so that a window spans more kinds of samples"
+    elif schedule == "stratified":
+        advice = "raise plan.accumulate, so that a window spans more lengths"
+    else:
+        advice = "plan.schedule: stratified would remove most of it"
+    return [
+        Finding(
+            "loss-jitter",
+            "warning",
+            f"{percent(found.explained)} of the variance of the {loss} comes from which {kinds} a {line} holds, "
+            f"chiefly the share of {found.leader} (alone {percent(found.leader_share)}; from none to all of it the "
+            f"loss moves by {signed(found.slope, 2)} nat). "
+            f"The loss scatters by ±{percent(found.relative)} around its trend.",
+            advice,
+        )
+    ]
+
+
+MIXED = ("shuffled", "packed")
+"""Strategies whose batches hold all lengths; their bucket is that of the longest sample and says nothing of a step."""
+
+
+def one_sided_steps(run: History) -> list[Finding]:
+    """Steps that saw one bucket only, or chiefly; counted by step, however many steps a line has."""
+    buckets = run.numbers("steps_with/bucket_{bucket}")
+    strategy = setting(run, "plan", "strategy")
+    if len(buckets) < 2 or strategy in MIXED:
+        return []
+    batches = {bucket: _total(run, f"micro_batches/bucket_{bucket}") for bucket in buckets}
+    mostly = {bucket: _total(run, f"steps_mostly/bucket_{bucket}") for bucket in buckets}
+    steps, of_data = float(run.spans.sum()), {bucket: n / sum(batches.values()) for bucket, n in batches.items()}
+    alone = run.pooled("window/one_bucket")
+    # A bucket that is half of the data may well be most of a step.
+    lopsided = sum(mostly[bucket] for bucket in buckets if of_data[bucket] < 0.5) / steps
+    most = max(buckets, key=lambda bucket: mostly[bucket] * (of_data[bucket] < 0.5 or alone >= 0.1))
+    held = f"A step holds {run.pooled('window/buckets'):.1f} of {len(buckets)} buckets on average."
+    if run.pooled("window/micro_batches") < 1.01 and strategy is not None:
+        text = f"Each step is one micro-batch and so of one length bucket, though there are {len(buckets)} of them."
+        return [Finding("one-sided-steps", "warning", text, "raise plan.accumulate")]
+    # A tenth of the steps is far beyond the one short window at the end of an epoch.
+    if alone >= 0.1:
+        what = f"{percent(alone)} of the steps saw samples of one length bucket only"
+    elif lopsided >= 0.25:
+        what = f"{percent(lopsided)} of the steps drew at least three of four micro-batches from one length bucket"
+    else:
+        return []
+    text = f"{what}, most often bucket {most} ({percent(of_data[most])} of all micro-batches). {held}"
+    return [Finding("one-sided-steps", "warning", text, "use plan.schedule: stratified, or raise plan.accumulate")]
+
+
+def _total(run: History, name: str) -> float:
+    """Sum over all steps of a metric that a line averages over its steps."""
+    return float(np.sum(run.counts(name) * run.spans))
+
+
+def starved_tags(run: History) -> list[Finding]:
+    """Tags whose samples are many and whose say in the loss is next to nothing."""
+    whole, samples = run.weights.get("loss"), float(np.sum(run.counts("window/samples") * run.spans))
+    if whole is None or not samples:
+        return []
+    starved = []
+    for tag in run.tags:
+        weight = run.weights.get(f"loss/tag_{tag}")
+        share = float(np.sum(run.counts(f"samples/tag_{tag}") * run.spans)) / samples
+        of_weight = float(np.nansum(weight) / np.nansum(whole)) if weight is not None else 1.0
+        # Short answers weigh less by nature; a fifth of a sample's say is more than that.
+        if share >= 0.02 and of_weight < 0.2 * share:
+            starved.append(f"{tag} ({percent(share)} of the samples, {percent(of_weight)} of the loss weight)")
+    if not starved:
+        return []
+    text = f"Starved tags: {'; '.join(starved[:5])}."
+    advice = "objective.weighting: sample lets every sample count the same, plan.weights shows some more often"
+    return [Finding("starved-tags", "warning", text, advice)]
+
+
+def supervised_coverage(run: History) -> list[Finding]:
+    """Answers of which blocks cover only a part, over all epochs together."""
+    share, epochs = run.pooled("coverage/supervised"), setting(run, "train", "epochs")
+    if run.status == "finished" or not isinstance(epochs, int):
+        epochs = int(run.epochs[-1]) + 1
+    if not share * epochs < 0.5:
+        return []
+    text = f"Blocks cover {percent(share)} of the supervised tokens an epoch, {percent(share * epochs)} over the run."
+    return [Finding("supervised-coverage", "warning", text, "raise drafter.num_anchors or train.epochs")]
+
+
+def coverage(run: History) -> list[Finding]:
+    """Samples of a finished epoch that were never trained."""
+    share = run.series("progress/epoch_coverage")
+    ends = np.flatnonzero(np.diff(run.epochs) > 0)
+    shares = share[ends][np.isfinite(share[ends])]
+    if not shares.size or shares.min() >= 0.98:
+        return []
+    text = f"An epoch ended with {percent(float(shares.min()))} of its samples trained."
+    return [Finding("coverage", "warning", text, "look at what the plan leaves out: `paceline plan`")]
+
+
+def padding(run: History) -> list[Finding]:
+    """More than a fifth of the target's work on padding."""
+    share = run.pooled("padding_efficiency")
+    if not share < 0.8:
+        return []
+    text = f"Only {percent(share)} of the target's tokens are real, the rest is padding."
+    if setting(run, "plan", "strategy") == "grid":
+        advice = "lower plan.width_multiple; small data or a small plan.token_budget leave the grid little choice"
+    else:
+        advice = "plan.strategy: grid wastes least"
+    return [Finding("padding", "warning", text, advice)]
