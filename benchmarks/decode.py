@@ -22,8 +22,9 @@ from rich.table import Table
 from paceline.config import DrafterConfig, TargetConfig
 from paceline.drafter.network import Drafter
 from paceline.drafter.spec import derive_spec
+from paceline.evaluate.candidates import Candidates
 from paceline.evaluate.decode import greedy_decode, speculative_decode
-from paceline.evaluate.tree import build_tree, most_probable
+from paceline.evaluate.tree import build_tree
 from paceline.target.facts import describe
 from paceline.target.load import load_target
 from paceline.target.session import TargetSession
@@ -63,8 +64,7 @@ def main() -> None:
     logits = torch.randn(15, arguments.vocabulary, generator=torch.Generator().manual_seed(0)) * 3
     for budget in (16, 64, 256):
         total = [seconds(lambda budget=budget: build_tree(logits, budget)) for _ in range(9)]
-        reduction = [seconds(lambda budget=budget: most_probable(logits, budget)) for _ in range(9)]
-        reduction = [a + seconds(lambda: torch.logsumexp(logits, -1)) for a in reduction]
+        reduction = [seconds(lambda budget=budget: Candidates(logits, budget)) for _ in range(9)]
         table.add_row(str(budget), f"{1e3 * statistics.median(total):.2f}", f"{1e3 * statistics.median(reduction):.2f}")
     Console().print(table)
 

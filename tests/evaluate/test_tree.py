@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from paceline.errors import DrafterError
+from paceline.evaluate.candidates import Candidates
 from paceline.evaluate.choice import Sampled
 from paceline.evaluate.decode import greedy_decode
-from paceline.evaluate.tree import build_tree, most_probable
+from paceline.evaluate.tree import build_tree, reference_tree
 from paceline.evaluate.tree_decode import tree_decode
 
 
@@ -50,16 +51,42 @@ def paths_of(tree) -> list[tuple[int, ...]]:
     return paths
 
 
-@pytest.mark.parametrize("size", [640, 1000, 5003])
-def test_the_most_probable_tokens_are_found_by_chunks(size):
+@pytest.mark.parametrize("chain", [False, True])
+@pytest.mark.parametrize(
+    ("size", "budget", "temperature"), [(7, 1, 1.0), (7, 25, 0.6), (64, 40, 1.0), (700, 30, 2.5), (3001, 45, 1.0)]
+)
+def test_fast_trees_equal_the_reference(size, budget, temperature, chain):
+    torch.manual_seed(size + budget)
+    logits = torch.randn(4, size) * 2
+    logits[1, -3:] = 9.0 + torch.arange(3)  # beyond the last whole chunk
+    fast = build_tree(logits, budget, temperature=temperature, chain=chain)
+    slow = reference_tree(logits, budget, temperature=temperature, chain=chain)
+    for one, other in ((fast.tokens, slow.tokens), (fast.parents, slow.parents), (fast.depths, slow.depths)):
+        assert one.tolist() == other.tolist()
+    np.testing.assert_allclose(fast.log_chances, slow.log_chances, atol=1e-5)
+
+
+@pytest.mark.parametrize("size", [3, 640, 1000, 5003])
+@pytest.mark.parametrize("shift", [0.0, 300.0, -300.0])
+def test_tables_hold_the_most_probable_tokens(size, shift):
     torch.manual_seed(size)
     logits = torch.randn(6, size)
     logits[0, -3:] = 9.0 + torch.arange(3)  # beyond the last whole chunk
-    logits[1, 128:140] = 9.0 + torch.arange(12)  # many in one chunk
-    for width in (1, 2, 9, 18):
-        top, ids = most_probable(logits, width)
-        expected = torch.topk(logits, width, dim=-1)
-        assert torch.equal(top, expected.values) and torch.equal(ids, expected.indices)
+    logits[1, : size // 2] = 3.0  # equal ones, more than are found at first
+    if size > 140:
+        logits[2, 128:140] = 9.0 + torch.arange(12)  # many in one chunk
+    logits += shift
+    rows = torch.log_softmax(logits.double(), dim=-1)
+    for limit in (1, 2, 40, 300):
+        table = Candidates(logits, limit)
+        for slot in range(6):
+            while table.widen(slot):
+                pass
+            ids = table.ids[slot]
+            assert len(set(ids)) == len(ids) == min(limit, size)
+            expected = torch.topk(rows[slot], len(ids)).values.tolist()
+            assert rows[slot, ids].tolist() == pytest.approx(expected, abs=1e-12)
+            assert table.chances[slot] == pytest.approx(expected, abs=5e-5)
 
 
 def test_a_chain_can_be_seeded():

@@ -1,7 +1,7 @@
 """A DDTree: the most probable prefixes under the product of a block's per-slot distributions [arXiv 2604.12989].
 
-Only the N most probable tokens of a slot can be among the N most probable prefixes, so the vocabulary is reduced to
-those once, on whatever device it lies; then a heap pops the best prefix and pushes its next sibling and first child.
+A heap pops the best prefix and pushes its next sibling and its first child; `candidates` gives each slot's tokens by
+falling probability, as many as are asked for.
 
 Shape letters: M drafts, V vocabulary, N nodes.
 """
@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
+
+from paceline.evaluate.candidates import Candidates
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +41,13 @@ class DraftTree:
 
     def visible(self) -> np.ndarray:
         """Which nodes a node sees: itself and its ancestors, bool [N, N]."""
-        seen = np.eye(len(self.tokens), dtype=bool)
-        for node, parent in enumerate(self.parents):
-            if parent >= 0:
-                seen[node] |= seen[parent]
-        return seen
+        count = len(self.tokens)
+        seen = np.eye(count, count + 1, dtype=bool)
+        nodes, ancestors = np.arange(count), self.parents
+        for _ in range(int(self.depths.max(initial=1)) - 1):
+            seen[nodes, ancestors] = True  # -1, above the first nodes, is the last column
+            ancestors = np.where(ancestors < 0, -1, self.parents[ancestors])
+        return seen[:, :count]
 
 
 def build_tree(logits: Tensor, budget: int, *, temperature: float = 1.0, chain: bool = False) -> DraftTree:
@@ -58,45 +62,47 @@ def build_tree(logits: Tensor, budget: int, *, temperature: float = 1.0, chain: 
     Returns:
         At most N nodes; fewer where there are not as many prefixes.
     """
-    width = min(budget, logits.shape[1])
-    top, ids = most_probable(logits.float(), width)
-    scaled = top / temperature
-    norm = torch.logsumexp(logits.float() / temperature, dim=-1, keepdim=True)
-    return _grow((scaled - norm).double().tolist(), ids.tolist(), budget, chain)
+    if not logits.shape[0]:
+        return _finish([], [], [], [])
+    return _grow(Candidates(logits, budget, temperature), budget, chain)
 
 
-CHUNK = 64
-"""Tokens that are represented by their largest logit while the most probable ones are sought."""
+def reference_tree(logits: Tensor, budget: int, *, temperature: float = 1.0, chain: bool = False) -> DraftTree:
+    """What `build_tree` means, without shortcuts: of all children of all nodes, the most probable joins, N times."""
+    rows = torch.log_softmax(logits.double() / temperature, dim=-1)
+    nodes: dict[tuple[int, ...], float] = {}
+    best = tuple(rows.argmax(dim=-1).tolist())
+    if chain:
+        for depth in range(min(len(best), budget)):
+            nodes[best[: depth + 1]] = nodes.get(best[:depth], 0.0) + float(rows[depth, best[depth]])
+    while len(nodes) < budget:
+        children = {
+            (*prefix, token): value + chance
+            for prefix, value in [((), 0.0), *nodes.items()]
+            if len(prefix) < len(best)
+            for token, chance in enumerate(rows[len(prefix)].tolist())
+            if (*prefix, token) not in nodes
+        }
+        if not children:
+            break
+        chosen = max(children, key=lambda prefix: children[prefix])
+        nodes[chosen] = children[chosen]
+    places = {prefix: place for place, prefix in enumerate(nodes)}
+    return _finish(
+        [prefix[-1] for prefix in nodes],
+        [places.get(prefix[:-1], -1) for prefix in nodes],
+        [len(prefix) for prefix in nodes],
+        list(nodes.values()),
+    )
 
 
-def most_probable(logits: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """As ``torch.topk`` over the last of two dimensions, for few of many.
-
-    The N largest numbers lie in the N chunks of the largest maxima, so that only these are searched.
-
-    Returns:
-        Values and ids, [M, width], falling.
-    """
-    rows, size = logits.shape
-    whole = size // CHUNK * CHUNK
-    if whole <= 4 * CHUNK * width:
-        return torch.topk(logits, width, dim=-1)
-    chunks = logits[:, :whole].view(rows, -1, CHUNK)
-    best = torch.topk(chunks.amax(dim=-1), width, dim=-1).indices
-    places = (best[:, :, None] * CHUNK + torch.arange(CHUNK, device=logits.device)).view(rows, -1)
-    rest = torch.arange(whole, size, device=logits.device).expand(rows, -1)
-    places = torch.cat([places, rest], dim=-1)
-    top, found = torch.topk(logits.gather(1, places), width, dim=-1)
-    return top, places.gather(1, found)
-
-
-def _grow(chances: list[list[float]], ids: list[list[int]], budget: int, chain: bool) -> DraftTree:
-    """Best-first growth over per-slot tables sorted by falling log-probability."""
+def _grow(table: Candidates, budget: int, chain: bool) -> DraftTree:
+    """Best-first growth over per-slot tables sorted by falling log-probability, widened where their end is reached."""
+    chances, ids = table.chances, table.ids
     tokens: list[int] = []
     parents: list[int] = []
     depths: list[int] = []
     found: list[float] = []
-    depth_limit, width = len(chances), len(chances[0]) if chances else 0
 
     def add(parent: int, depth: int, rank: int, value: float) -> int:
         tokens.append(ids[depth][rank])
@@ -111,13 +117,17 @@ def _grow(chances: list[list[float]], ids: list[list[int]], budget: int, chain: 
 
     def push(parent: int, depth: int, rank: int, base: float) -> None:
         nonlocal order
-        if depth < depth_limit and rank < width:
-            heapq.heappush(heap, (-(base + chances[depth][rank]), order, parent, depth, rank, base))
-            order += 1
+        if depth == len(chances):
+            return
+        while rank >= len(chances[depth]):
+            if not table.widen(depth):
+                return
+        heapq.heappush(heap, (-(base + chances[depth][rank]), order, parent, depth, rank, base))
+        order += 1
 
     if chain:
         parent, base = -1, 0.0
-        for depth in range(min(depth_limit, budget)):
+        for depth in range(min(len(chances), budget)):
             push(parent, depth, 1, base)
             base += chances[depth][0]
             parent = add(parent, depth, 0, base)
@@ -128,6 +138,10 @@ def _grow(chances: list[list[float]], ids: list[list[int]], budget: int, chain: 
         node = add(parent, depth, rank, -negative)
         push(parent, depth, rank + 1, base)
         push(node, depth + 1, 0, -negative)
+    return _finish(tokens, parents, depths, found)
+
+
+def _finish(tokens: list[int], parents: list[int], depths: list[int], found: list[float]) -> DraftTree:
     return DraftTree(
-        np.array(tokens, np.int64), np.array(parents, np.int64), np.array(depths, np.int64), np.array(found)
+        np.array(tokens, np.int64), np.array(parents, np.int64), np.array(depths, np.int64), np.array(found, np.float64)
     )
