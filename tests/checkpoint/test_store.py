@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import resource
 import subprocess
 import sys
@@ -11,7 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from paceline.checkpoint import store
+from paceline.checkpoint import rundir, store
+from paceline.checkpoint.retention import Best
+from paceline.config import validate_settings
 from paceline.errors import CheckpointError
 
 
@@ -77,16 +78,108 @@ def test_a_damaged_checkpoint_is_one_clear_line(tmp_path: Path) -> None:
     folder = store.write_checkpoint(tmp_path, 5, state(5), keep_last=1)
     with (folder / store.WEIGHTS).open("r+b") as file:
         file.truncate((folder / store.WEIGHTS).stat().st_size // 2)
-    with pytest.raises(CheckpointError, match=r"cannot be read .* remove this checkpoint to go on from the one before"):
+    with pytest.raises(CheckpointError, match=r"damaged .* remove this checkpoint to go on from the one before"):
         store.read_checkpoint(tmp_path, 5)
+
+
+def open_as(run_dir: Path, **facts: object) -> None:
+    """Make a run of these facts there, or make the one that is there be it."""
+    settings = validate_settings({"run_dir": str(run_dir), "target": {"path": "t"}}, {}, "test")
+    (run_dir / rundir.RUN).unlink(missing_ok=True)
+    (run_dir / rundir.SETTINGS).unlink(missing_ok=True)
+    before, aside = run_dir / rundir.CHECKPOINTS, run_dir.with_name("aside")
+    if before.is_dir():
+        before.rename(aside)
+    rundir.open_run(settings, facts)
+    if aside.is_dir():
+        aside.rename(before)
 
 
 def test_a_checkpoint_of_another_target_is_refused(tmp_path: Path) -> None:
-    note = tmp_path / "run.json"
-    note.write_text(json.dumps({"target": {"configuration": "a", "weights": "b"}}))
-    store.write_checkpoint(tmp_path, 5, state(5), keep_last=2)
-    assert store.read_checkpoint(tmp_path, 5)
-    note.write_text(json.dumps({"target": {"configuration": "a", "weights": "c"}}))
+    run = tmp_path / "run"
+    open_as(run, target={"configuration": "a", "weights": "b"})
+    store.write_checkpoint(run, 5, state(5), keep_last=2)
+    assert store.read_checkpoint(run, 5)
+    open_as(run, target={"configuration": "a", "weights": "c"})
     with pytest.raises(CheckpointError, match="another target than the run's; they differ in weights;") as fault:
-        store.read_checkpoint(tmp_path, 5)
+        store.read_checkpoint(run, 5)
     assert len(fault.value.faults) == 1
+
+
+def test_a_checkpoint_of_other_data_is_refused(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    open_as(run, data_fingerprint="a", total_steps=10)
+    store.write_checkpoint(run, 5, state(5), keep_last=2)
+    open_as(run, data_fingerprint="b", total_steps=11)
+    with pytest.raises(CheckpointError, match="another run; they differ in data fingerprint, total steps; remove"):
+        store.read_checkpoint(run, 5)
+
+
+def test_a_checkpoint_says_what_it_is(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    open_as(run, target={"weights": "b"}, data_fingerprint="d", drafter={"block_size": 4}, total_steps=9)
+    store.write_checkpoint(run, 5, state(5), keep_last=2, note={"epoch": 1, "metrics": {"loss": 2.0}})
+    note = store.read_note(run, 5)
+    assert (note["step"], note["epoch"], note["metrics"]) == (5, 1, {"loss": 2.0})
+    assert note["run"]["data_fingerprint"] == "d" and note["run"]["drafter"] == {"block_size": 4}
+    assert note["run"]["target"] == {"weights": "b"} and note["run"]["total_steps"] == 9
+    assert note["settings"] == rundir.read_run_settings(run).model_dump(mode="json")
+    assert {"paceline", "torch", "python"} <= note["versions"].keys()
+
+
+@pytest.mark.parametrize("name", [store.WEIGHTS, store.STATE, store.NOTE])
+def test_a_damaged_newest_falls_back_to_the_one_before(tmp_path: Path, name: str) -> None:
+    """One flipped bit in the middle of a file is enough."""
+    for step in (5, 9):
+        store.write_checkpoint(tmp_path, step, state(step, 60), keep_last=2)
+    assert store.resume_point(tmp_path) == (9, ())
+    path = store.checkpoint_path(tmp_path, 9) / name
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2 if name != store.NOTE else 0] ^= 1
+    path.write_bytes(content)
+    step, warnings = store.resume_point(tmp_path)
+    assert step == 5 and len(warnings) == 1
+    assert "step-00000009: damaged" in warnings[0] and "goes on from step 5" in warnings[0] and "\n" not in warnings[0]
+    store.put_aside_after(tmp_path, 5)
+    assert store.steps(tmp_path) == [5] and store.resume_point(tmp_path) == (5, ())
+    assert (tmp_path / "checkpoints" / "step-00000009.damaged" / name).read_bytes() == content
+    store.write_checkpoint(tmp_path, 9, state(9), keep_last=2)
+    assert store.resume_point(tmp_path) == (9, ())
+
+
+def test_where_all_checkpoints_are_damaged_nothing_begins_anew(tmp_path: Path) -> None:
+    for step in (5, 9):
+        (store.write_checkpoint(tmp_path, step, state(step), keep_last=2) / store.STATE).unlink()
+    with pytest.raises(CheckpointError) as caught:
+        store.resume_point(tmp_path)
+    assert len(caught.value.faults) == 3 and "no checkpoint can be used" in caught.value.faults[-1]
+    assert store.steps(tmp_path) == [5, 9]
+
+
+def test_what_a_kill_left_is_cleared(tmp_path: Path) -> None:
+    store.write_checkpoint(tmp_path, 5, state(5), keep_last=2)
+    whole = store.checkpoint_path(tmp_path, 5)
+    for name in ("step-00000009.part", "step-00000001.old", "step-00000007.damaged"):
+        whole.with_name(name).mkdir()
+    store.clear_unfinished(tmp_path)
+    assert sorted(path.name for path in whole.parent.iterdir()) == ["step-00000005", "step-00000007.damaged"]
+
+
+def test_the_best_and_every_so_manyth_stay(tmp_path: Path) -> None:
+    best = Best("validation/loss", "lower")
+    for step, loss in ((10, 3.0), (20, 1.0), (30, 2.0), (40, None), (50, 5.0), (60, float("nan"))):
+        note = {"metrics": {} if loss is None else {"validation/loss": loss}}
+        store.write_checkpoint(tmp_path, step, state(step), keep_last=1, keep_every=50, keep_best=best, note=note)
+        assert store.steps(tmp_path)[-1] == step
+    assert store.steps(tmp_path) == [20, 50, 60]
+    store.write_checkpoint(
+        tmp_path, 70, state(70), keep_last=1, keep_best=best, note={"metrics": {"validation/loss": 0.5}}
+    )
+    assert store.steps(tmp_path) == [70]
+
+
+def test_an_export_goes_with_its_checkpoint(tmp_path: Path) -> None:
+    for step in (10, 20):
+        store.export_path(tmp_path, step).mkdir(parents=True)
+        store.write_checkpoint(tmp_path, step, state(step), keep_last=1)
+    assert [path.name for path in (tmp_path / "export").iterdir()] == ["step-00000020"]

@@ -21,6 +21,7 @@ from paceline.contracts import differing_parts
 from paceline.errors import RunDirectoryError
 
 SETTINGS, RUN, CHECKPOINTS, EVALUATION = "settings.yaml", "run.json", "checkpoints", "evaluation.json"
+EXPORTS = "export"
 
 FREE_SECTIONS = ("flow", "checkpoint", "evaluate", "observe")
 """Sections that may change between two starts of one run: they do not change what is learned."""

@@ -1,14 +1,20 @@
 """Checkpoints that appear whole: written aside, fsynced, renamed; then old ones are pruned.
 
 A checkpoint is a directory ``checkpoints/step-00000100`` with ``drafter.safetensors`` (float32 masters under the names
-of an exported drafter), ``state.pt`` (everything else that resume needs) and ``checkpoint.json``.
+of an exported drafter), ``state.pt`` (everything else that resume needs) and ``checkpoint.json``: the step, size and
+SHA-256 of both files, what the run is (settings, drafter, fingerprints), versions, and what the trainer notes beside
+(place in the plan, metrics).
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import pickle
+import re
 import shutil
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,20 +23,50 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from paceline.checkpoint.rundir import CHECKPOINTS, RUN, read_run_facts
+from paceline.checkpoint.retention import Best, Candidate, kept
+from paceline.checkpoint.rundir import (
+    CHECKPOINTS,
+    EXPORTS,
+    is_run_directory,
+    read_run_facts,
+    read_run_settings,
+    versions,
+)
 from paceline.contracts import differing_parts
 from paceline.errors import CheckpointError
 
 WEIGHTS, STATE, NOTE = "drafter.safetensors", "state.pt", "checkpoint.json"
-PREFIX, ASIDE = "step-", ".part"
+PREFIX, ASIDE, PRUNED, DAMAGED = "step-", ".part", ".old", ".damaged"
+FORMAT = 1
+IDENTITY = ("drafter", "data_fingerprint", "total_steps", "replicas")
+"""Facts of a run, beside its target, that its checkpoints carry too; one with others belongs to another run."""
+
+
+def step_name(step: int) -> str:
+    """Name of what belongs to a step."""
+    return f"{PREFIX}{step:08d}"
 
 
 def checkpoint_path(run_dir: Path, step: int) -> Path:
     """Where the checkpoint of a step lies."""
-    return run_dir / CHECKPOINTS / f"{PREFIX}{step:08d}"
+    return run_dir / CHECKPOINTS / step_name(step)
 
 
-def write_checkpoint(run_dir: Path, step: int, state: dict[str, Any], *, keep_last: int) -> Path:
+def export_path(run_dir: Path, step: int) -> Path:
+    """Where the drafter folder lies that was exported with the checkpoint of a step."""
+    return run_dir / EXPORTS / step_name(step)
+
+
+def write_checkpoint(
+    run_dir: Path,
+    step: int,
+    state: Mapping[str, Any],
+    *,
+    keep_last: int,
+    keep_every: int | None = None,
+    keep_best: Best | None = None,
+    note: Mapping[str, Any] | None = None,
+) -> Path:
     """Write a checkpoint, then prune.
 
     Args:
@@ -38,6 +74,9 @@ def write_checkpoint(run_dir: Path, step: int, state: dict[str, Any], *, keep_la
         step: optimizer steps done.
         state: of the learner; its entry ``network`` holds the drafter's tensors by name.
         keep_last: newest checkpoints to keep.
+        keep_every: those whose step is a multiple of this are kept too.
+        keep_best: the best by this metric, of those whose note has it under ``metrics``, is kept too.
+        note: plain values for ``checkpoint.json``.
 
     Returns:
         The checkpoint's directory.
@@ -52,29 +91,85 @@ def write_checkpoint(run_dir: Path, step: int, state: dict[str, Any], *, keep_la
     try:
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
-        rest = dict(state)
-        network: dict[str, Tensor] = rest.pop("network")
-        save_file({name: tensor.contiguous().cpu() for name, tensor in network.items()}, aside / WEIGHTS)
-        torch.save(rest, aside / STATE)
-        note = {"step": step, "target": _target_of(run_dir)}
-        (aside / NOTE).write_text(json.dumps(note) + "\n", encoding="utf-8")
-        for path in aside.iterdir():
-            _fsync(path)
+        _write_files(aside, step, state, {**_of_run(run_dir), **(note or {})})
         shutil.rmtree(final, ignore_errors=True)
         aside.replace(final)
         _fsync(final.parent)
     except (OSError, RuntimeError, SafetensorError) as fault:
         shutil.rmtree(aside, ignore_errors=True)
         last = newest_step(run_dir)
-        kept = f"the checkpoint of step {last} is intact" if last else "no checkpoint was written before"
-        room = f"{shutil.disk_usage(final.parent).free / 2**20:.0f} MiB free on this disk"
+        before = f"the checkpoint of step {last} is intact" if last else "no checkpoint was written before"
         raise CheckpointError(
-            f"{final}: checkpoint not written ({str(fault).splitlines()[0]}; {room}); {kept}; make room and run the "
+            f"{final}: checkpoint not written ({_reason(fault)}; {_room(run_dir)}); {before}; make room and run the "
             "same command to go on"
         ) from fault
-    for old in steps(run_dir)[:-keep_last]:
-        shutil.rmtree(checkpoint_path(run_dir, old), ignore_errors=True)
+    _prune(run_dir, keep_last, keep_every, keep_best)
     return final
+
+
+def _write_files(aside: Path, step: int, state: Mapping[str, Any], note: Mapping[str, Any]) -> None:
+    rest = dict(state)
+    network: dict[str, Tensor] = rest.pop("network")
+    save_file({name: tensor.contiguous().cpu() for name, tensor in network.items()}, aside / WEIGHTS)
+    with (aside / STATE).open("wb") as file:
+        torch.save(rest, file)
+    files = {}
+    for name in (WEIGHTS, STATE):
+        _fsync(aside / name)
+        files[name] = {"bytes": (aside / name).stat().st_size, "sha256": _digest(aside / name)}
+    text = json.dumps({**note, "format": FORMAT, "step": step, "files": files}, indent=1)
+    (aside / NOTE).write_text(text + "\n", encoding="utf-8")
+    _fsync(aside / NOTE)
+    _fsync(aside)
+
+
+def _of_run(run_dir: Path) -> dict[str, Any]:
+    """What the checkpoints of a run carry of it."""
+    run = {}
+    if is_run_directory(run_dir):
+        run = {"run": read_run_facts(run_dir), "settings": read_run_settings(run_dir).model_dump(mode="json")}
+    return {**run, "versions": versions()}
+
+
+def _reason(fault: BaseException) -> str:
+    """What the system said, where there is an error of the system behind this one."""
+    cause: BaseException | None = fault
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.strerror:
+            return cause.strerror
+        cause = cause.__cause__ or cause.__context__
+    return str(fault).splitlines()[0] if str(fault) else type(fault).__name__
+
+
+def _room(run_dir: Path) -> str:
+    try:
+        return f"{shutil.disk_usage(run_dir).free / 2**20:.0f} MiB free on this disk"
+    except OSError as fault:
+        return f"{run_dir}: {fault.strerror}"
+
+
+def _prune(run_dir: Path, keep_last: int, keep_every: int | None, keep_best: Best | None) -> None:
+    """Remove what need not be kept; renamed first, so that a kill in between leaves nothing that looks whole."""
+    metric = keep_best.metric if keep_best is not None else None
+    candidates = [Candidate(step, _metric(run_dir, step, metric)) for step in steps(run_dir)]
+    keep = kept(candidates, keep_last=keep_last, keep_every=keep_every, keep_best=keep_best)
+    for step in sorted({candidate.step for candidate in candidates} - keep):
+        path = checkpoint_path(run_dir, step)
+        old = path.with_name(path.name + PRUNED)
+        shutil.rmtree(old, ignore_errors=True)
+        path.replace(old)
+        shutil.rmtree(old, ignore_errors=True)
+        shutil.rmtree(export_path(run_dir, step), ignore_errors=True)
+
+
+def _metric(run_dir: Path, step: int, metric: str | None) -> float | None:
+    if metric is None:
+        return None
+    try:
+        value = read_note(run_dir, step).get("metrics", {}).get(metric)
+    except CheckpointError:
+        return None
+    return float(value) if isinstance(value, (int, float)) else None
 
 
 def steps(run_dir: Path) -> list[int]:
@@ -82,10 +177,8 @@ def steps(run_dir: Path) -> list[int]:
     folder = run_dir / CHECKPOINTS
     if not folder.is_dir():
         return []
-    names = [path.name for path in folder.iterdir() if path.is_dir() and (path / NOTE).is_file()]
-    return sorted(
-        int(name.removeprefix(PREFIX)) for name in names if name.startswith(PREFIX) and not name.endswith(ASIDE)
-    )
+    names = [path.name for path in folder.iterdir() if (path / NOTE).is_file()]
+    return sorted(int(name.removeprefix(PREFIX)) for name in names if re.fullmatch(rf"{PREFIX}\d+", name))
 
 
 def newest_step(run_dir: Path) -> int:
@@ -93,21 +186,116 @@ def newest_step(run_dir: Path) -> int:
     return max(steps(run_dir), default=0)
 
 
+def clear_unfinished(run_dir: Path) -> None:
+    """Remove what a killed process left half written or half removed. Nobody else may be writing there."""
+    folder = run_dir / CHECKPOINTS
+    for path in folder.glob(f"{PREFIX}*") if folder.is_dir() else ():
+        if path.name.endswith((ASIDE, PRUNED)):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def resume_point(run_dir: Path) -> tuple[int, tuple[str, ...]]:
+    """Where a run goes on: its newest checkpoint that is as it was written.
+
+    Returns:
+        Its step (0 where there is none at all), and one sentence for each newer one that is damaged.
+
+    Raises:
+        CheckpointError: there are checkpoints and all are damaged.
+    """
+    faults: dict[int, str] = {}
+    for step in reversed(steps(run_dir)):
+        fault = fault_of(run_dir, step)
+        if fault is None:
+            path, older = checkpoint_path(run_dir, step), reversed(faults.items())
+            return step, tuple(
+                f"{checkpoint_path(run_dir, bad)}: {text}; it is put aside as {path.with_name(step_name(bad)).name}"
+                f"{DAMAGED} and the run goes on from step {step}"
+                for bad, text in older
+            )
+        faults[step] = fault
+    if faults:
+        raise CheckpointError(
+            *(f"{checkpoint_path(run_dir, step)}: {text}" for step, text in faults.items()),
+            f"{run_dir / CHECKPOINTS}: no checkpoint can be used; put back a whole one, or give another run_dir",
+        )
+    return 0, ()
+
+
+def put_aside_after(run_dir: Path, step: int) -> None:
+    """Rename the checkpoints after a step, which `resume_point` found damaged, so that they do not count any more."""
+    for later in steps(run_dir):
+        if later > step:
+            path = checkpoint_path(run_dir, later)
+            aside = path.with_name(path.name + DAMAGED)
+            shutil.rmtree(aside, ignore_errors=True)
+            path.replace(aside)
+
+
+def fault_of(run_dir: Path, step: int, files: Sequence[str] = (WEIGHTS, STATE)) -> str | None:
+    """What is wrong with these files of a checkpoint, in words; None where they are as written, and this run's."""
+    try:
+        note = read_note(run_dir, step)
+        if other := _origin_fault(run_dir, note):
+            return other
+        for name in files:
+            wanted, path = note["files"][name], checkpoint_path(run_dir, step) / name
+            if path.stat().st_size != wanted["bytes"]:
+                return f"damaged ({name} has {path.stat().st_size} bytes, {wanted['bytes']} were written)"
+            if _digest(path) != wanted["sha256"]:
+                return f"damaged ({name} is not what was written)"
+    except CheckpointError as fault:
+        return str(fault).partition(": ")[2]
+    except (OSError, KeyError, TypeError, AttributeError) as fault:
+        return f"damaged ({_reason(fault)})"
+    return None
+
+
+def _origin_fault(run_dir: Path, note: Mapping[str, Any]) -> str | None:
+    """What tells in words that a checkpoint was written by another run; None where it is this run's."""
+    if not is_run_directory(run_dir):
+        return None
+    facts, carried = read_run_facts(run_dir), note.get("run", {})
+    if parts := differing_parts(carried.get("target", {}), facts.get("target", {})):
+        return f"written for another target than the run's; they differ in {', '.join(parts)}"
+    others = [name.replace("_", " ") for name in IDENTITY if carried.get(name) != facts.get(name)]
+    return f"written by another run; they differ in {', '.join(others)}" if others else None
+
+
+def read_note(run_dir: Path, step: int) -> dict[str, Any]:
+    """checkpoint.json of a checkpoint.
+
+    Raises:
+        CheckpointError: missing or damaged.
+    """
+    path = checkpoint_path(run_dir, step) / NOTE
+    try:
+        note = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as fault:
+        raise CheckpointError(f"{path.parent}: damaged ({NOTE}: {_reason(fault)})") from fault
+    if not isinstance(note, dict) or note.get("format") != FORMAT:
+        raise CheckpointError(f"{path.parent}: damaged ({NOTE} is not of format {FORMAT})")
+    return note
+
+
 def read_checkpoint(run_dir: Path, step: int) -> dict[str, Any]:
     """The learner's state at a step, as it was given to `write_checkpoint`.
 
     Raises:
-        CheckpointError: missing, damaged, or of a run with another target.
+        CheckpointError: missing, damaged, or another run's.
     """
     folder = checkpoint_path(run_dir, step)
-    _check_origin(run_dir, folder)
+    if fault := fault_of(run_dir, step):
+        raise CheckpointError(f"{folder}: {fault}; remove this checkpoint to go on from the one before")
+    return _read_state(folder)
+
+
+def _read_state(folder: Path) -> dict[str, Any]:
     try:
         state = torch.load(folder / STATE, map_location="cpu", weights_only=True)
         return {**state, "network": load_file(folder / WEIGHTS)}
-    except (OSError, RuntimeError, EOFError, SafetensorError) as fault:
-        raise CheckpointError(
-            f"{folder}: cannot be read ({fault}); remove this checkpoint to go on from the one before"
-        ) from fault
+    except (OSError, RuntimeError, EOFError, SafetensorError, pickle.UnpicklingError) as fault:
+        raise CheckpointError(f"{folder}: cannot be read ({_reason(fault)}); it was written otherwise") from fault
 
 
 def load_drafter(run_dir: Path, step: int | None = None) -> tuple[dict[str, Any], dict[str, Tensor], int]:
@@ -121,7 +309,7 @@ def load_drafter(run_dir: Path, step: int | None = None) -> tuple[dict[str, Any]
         The drafter's specification as a mapping, its float32 tensors by name, and the step.
 
     Raises:
-        CheckpointError: there is no such checkpoint.
+        CheckpointError: there is no such checkpoint, or it is damaged.
         RunDirectoryError: there is no run.
     """
     facts = read_run_facts(run_dir)
@@ -130,28 +318,14 @@ def load_drafter(run_dir: Path, step: int | None = None) -> tuple[dict[str, Any]
     if not chosen or not (folder / NOTE).is_file():
         have = ", ".join(map(str, steps(run_dir))) or "none"
         raise CheckpointError(f"{run_dir}: no checkpoint of step {step or 'any'} (there are: {have}); train first")
-    try:
-        return facts["drafter"], load_file(folder / WEIGHTS), chosen
-    except (OSError, SafetensorError) as fault:
-        raise CheckpointError(f"{folder / WEIGHTS}: cannot be read ({fault})") from fault
+    if fault := fault_of(run_dir, chosen, [WEIGHTS]):
+        raise CheckpointError(f"{folder}: {fault}; choose another with --step, or run the training on")
+    return facts["drafter"], load_file(folder / WEIGHTS), chosen
 
 
-def _target_of(run_dir: Path) -> dict[str, str]:
-    """Identity of the run's target; empty where nothing says what the run is."""
-    return read_run_facts(run_dir).get("target", {}) if (run_dir / RUN).is_file() else {}
-
-
-def _check_origin(run_dir: Path, folder: Path) -> None:
-    """Refuse a checkpoint that was written for another target."""
-    try:
-        written = json.loads((folder / NOTE).read_text(encoding="utf-8")).get("target", {})
-    except (OSError, ValueError, AttributeError) as fault:
-        raise CheckpointError(f"{folder / NOTE}: cannot be read ({fault}); remove this checkpoint") from fault
-    if parts := differing_parts(written, _target_of(run_dir)):
-        raise CheckpointError(
-            f"{folder}: written for another target than the run's; they differ in {', '.join(parts)}; "
-            "put back the run's own checkpoint, or remove this one"
-        )
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _fsync(path: Path) -> None:

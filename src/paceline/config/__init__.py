@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from paceline.config.checkpoint import CheckpointConfig
 from paceline.config.drafter import DrafterConfig
 from paceline.config.load import dump_settings, known_names, load_settings, setting_rows, suggestion, validate_settings
 from paceline.config.objective import ObjectiveConfig
@@ -9,7 +10,6 @@ from paceline.config.observe import ObserveConfig
 from paceline.config.optimizer import OptimizerConfig
 from paceline.config.plan import PlanConfig
 from paceline.config.schema import (
-    CheckpointConfig,
     DataConfig,
     EvaluateConfig,
     FlowConfig,

@@ -11,6 +11,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from paceline.config.checkpoint import CheckpointConfig
 from paceline.config.drafter import DrafterConfig
 from paceline.config.objective import ObjectiveConfig
 from paceline.config.observe import ObserveConfig
@@ -97,15 +98,6 @@ class FlowConfig(Section):
     """Feature buffers that cross from targets to drafters; the only backpressure there."""
     stall_limit_s: float = Field(default=600.0, gt=0)
     """A stage that reports nothing for this long is named and the run is stopped."""
-
-
-class CheckpointConfig(Section):
-    """When the run's state is written, and how much of it is kept."""
-
-    every_steps: int = Field(default=500, ge=1)
-    """Optimizer steps between checkpoints; the last step always writes one."""
-    keep_last: int = Field(default=2, ge=1)
-    """Newest checkpoints that are kept."""
 
 
 class EvaluateConfig(Section):
