@@ -22,8 +22,14 @@ _WORTH_SAYING = (
 """Notes that become warnings: the first held-out prompt nearly met, the others where there are many."""
 
 
-def warnings_of(report: PrepareReport, settings: DataConfig) -> list[str]:
-    """Sentences about what was left out, what is rare, and what will not be learned."""
+def warnings_of(report: PrepareReport, settings: DataConfig, *, whole: bool = True) -> list[str]:
+    """Sentences about what was left out, what is rare, and what will not be learned.
+
+    Args:
+        report: of prepared rows.
+        settings: with which they were prepared.
+        whole: whether these are all rows of a run; a few of them say nothing about their number.
+    """
     found: list[str] = []
     left_out = report.rows_in - report.rows_used - report.heldout_rows
     if report.rows_in and left_out / report.rows_in > _MANY:
@@ -47,7 +53,7 @@ def warnings_of(report: PrepareReport, settings: DataConfig) -> list[str]:
             f"cutting at data.max_length {settings.max_length} lost {report.lost_supervised_tokens:,} supervised "
             f"tokens ({share:.1%}), among them the ends of answers"
         )
-    if report.rows_used < PUBLISHED_ROWS[0] // 10:
+    if whole and report.rows_used < PUBLISHED_ROWS[0] // 10:
         (low, high), (short, long) = PUBLISHED_ROWS, PUBLISHED_EPOCHS
         found.append(
             f"{report.rows_used:,} rows are few: published drafters for 8B-class targets learn from "
