@@ -29,10 +29,14 @@ def heard(tmp_path) -> list[dict]:
     return [json.loads(row) for row in path.read_text().splitlines()] if path.exists() else []
 
 
-def open_with(run_dir, **settings):
-    return open_observer(
-        ObserveConfig(console="quiet", diagnose_every_steps=0, **settings), run_dir, total_steps=100, header={}
-    )
+def open_with(run_dir, first_step=0, **settings):
+    settings = ObserveConfig(console="quiet", diagnose_every_steps=0, **settings)
+    return open_observer(settings, run_dir, total_steps=500, header={}, first_step=first_step)
+
+
+def warnings_of(run_dir) -> list[str]:
+    events = [line for line in read_lines(run_dir / "metrics.jsonl")[0] if isinstance(line, EventLine)]
+    return [event.fields["text"] for event in events if event.event == "warning"]
 
 
 def test_a_command_hears_of_jumps_skipped_steps_and_the_end_once_each(tmp_path):
@@ -112,9 +116,79 @@ def test_an_alert_that_cannot_be_delivered_costs_a_warning(tmp_path, settings, p
     observer = open_with(tmp_path / "run", **settings)
     observer.step(report_of(1, SAMPLES))
     observer.close("finished")
-    events = [line for line in read_lines(tmp_path / "run" / "metrics.jsonl")[0] if isinstance(line, EventLine)]
-    assert [event.event for event in events] == ["warning", "closed"]
-    assert phrase in events[0].fields["text"]
+    (warning,) = warnings_of(tmp_path / "run")
+    assert phrase in warning and "later alerts are still sent" in warning
+
+
+def test_one_failed_delivery_costs_that_alert_only(tmp_path):
+    """The command fails until a file is there; two deliveries fail, one warning is told, the later ones arrive."""
+    program = (
+        "import sys, pathlib; pathlib.Path(sys.argv[1]).stat(); "
+        "open(sys.argv[2], 'a').write(sys.stdin.read() + chr(10))"
+    )
+    gate = tmp_path / "gate"
+    command = [sys.executable, "-c", program, str(gate), str(tmp_path / "heard")]
+    observer = open_with(tmp_path / "run", alert_command=command)
+    for step in range(1, 61):
+        observer.step(report_of(step, SAMPLES, skipped=step in (1, 30)))
+    pause = threading.Event()
+    mirror = observer._mirrors[0]
+    for _ in range(400):
+        if mirror._sink.failed_deliveries == 2:
+            break
+        pause.wait(0.05)
+    gate.touch()
+    observer.step(report_of(61, SAMPLES, skipped=True))
+    observer.close("finished")
+    assert [(alert["kind"], alert["step"]) for alert in heard(tmp_path)] == [("not-finite", 61), ("ended", 61)]
+    assert len(warnings_of(tmp_path / "run")) == 1 and not mirror.failed
+
+
+def test_a_dead_webhook_does_not_keep_the_command_from_hearing(tmp_path):
+    observer = open_with(tmp_path / "run", alert_command=recorder(tmp_path), alert_webhook="http://127.0.0.1:9/hook")
+    observer.step(report_of(1, SAMPLES))
+    observer.close("finished")
+    assert [alert["kind"] for alert in heard(tmp_path)] == ["ended"] and len(warnings_of(tmp_path / "run")) == 1
+
+
+def test_the_quiet_time_after_an_alert_is_counted_in_lines(tmp_path):
+    observer = open_with(tmp_path / "run", alert_command=recorder(tmp_path), every_steps=10)
+    for step in range(1, 501):
+        observer.step(report_of(step, SAMPLES, skipped=step in (15, 95, 395)))
+    observer.close("finished")
+    # Lines 2, 10 and 40: the second is within twenty lines of the first, the third is not.
+    assert [(alert["kind"], alert["step"]) for alert in heard(tmp_path)][:-1] == [
+        ("not-finite", 20),
+        ("not-finite", 400),
+    ]
+
+
+def test_a_resumed_run_that_fails_at_once_says_where_it_stood(tmp_path):
+    observer = open_with(tmp_path / "run", first_step=40, alert_command=recorder(tmp_path))
+    observer.close("stopped")
+    assert [(a["step"], a["text"]) for a in heard(tmp_path)] == [(40, "paceline run: stopped at step 40")]
+
+
+def test_steps_between_lines_are_no_stall(tmp_path):
+    observer = open_with(tmp_path / "run", alert_command=recorder(tmp_path), alert_after_s=1.0, every_steps=1000)
+    pause = threading.Event()
+    for step in range(1, 31):
+        observer.step(report_of(step, SAMPLES))
+        pause.wait(0.1)
+    observer.close("stopped")
+    assert [(alert["kind"], alert["step"]) for alert in heard(tmp_path)] == [("ended", 30)]
+
+
+def test_a_warning_of_another_mirror_is_no_step(tmp_path):
+    """A stall is told once, however much is said meanwhile."""
+    observer = open_with(tmp_path / "run", alert_command=recorder(tmp_path), alert_after_s=0.3)
+    observer.step(report_of(1, SAMPLES))
+    pause = threading.Event()
+    for _ in range(20):
+        pause.wait(0.1)
+        observer.note("still here")
+    observer.close("stopped")
+    assert [alert["kind"] for alert in heard(tmp_path)] == ["stall", "ended"]
 
 
 @pytest.mark.parametrize(

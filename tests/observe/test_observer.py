@@ -9,7 +9,9 @@ from observe.step_reports import random_samples, report_of
 from paceline.config import ObserveConfig
 from paceline.contracts import Ratio
 from paceline.errors import MetricError, RunDirectoryError, TrackerError
+from paceline.observe.history import read_history
 from paceline.observe.lines import EventLine, HeaderLine, StepLine, read_lines
+from paceline.observe.mirror import Mirror
 from paceline.observe.observer import open_observer
 
 QUIET = ObserveConfig(console="quiet", mirror_queue_lines=4, mirror_start_limit_s=0.3, mirror_close_limit_s=0.3)
@@ -111,6 +113,52 @@ def test_a_checkpoint_ends_a_line_so_that_resuming_loses_no_step(tmp_path):
     assert lines[-1].values["progress/epoch_coverage"] == 0.5
     assert [line.step for line in lines_of(tmp_path, HeaderLine)] == [0, 6]
     assert len(events_of(tmp_path, "checkpoint")) == 1
+
+
+def resumed_after_a_kill(run_dir, *, checkpoint: int, per_epoch: int = 8):
+    """Killed when the checkpoint of that step was on disk and the lines of its last two steps were not written yet."""
+    header = {"samples_per_epoch": 12 * per_epoch}
+
+    def report(step):
+        return report_of(step, SAMPLES, epoch=(step - 1) // per_epoch, window=(step - 1) % per_epoch)
+
+    observer = open_quietly(run_dir, total_steps=24, header=header)
+    for step in range(1, checkpoint - 1):
+        observer.step(report(step))
+    observer = open_quietly(run_dir, total_steps=24, first_step=checkpoint, header=header)
+    for step in range(checkpoint + 1, 25):
+        observer.step(report(step))
+    observer.close()
+    return {line.step: line.values for line in lines_of(run_dir, StepLine)}
+
+
+@pytest.mark.parametrize("checkpoint", [5, 9, 16])
+def test_a_kill_between_a_checkpoint_and_its_line_is_noted_and_no_stale_count_goes_on(tmp_path, checkpoint):
+    values = resumed_after_a_kill(tmp_path, checkpoint=checkpoint)
+    gap = f"no metrics of steps {checkpoint - 1}–{checkpoint}"
+    assert [event.fields["text"][: len(gap)] for event in events_of(tmp_path, "note")] == [gap]
+    assert any(note.startswith(gap) for note in read_history(tmp_path).notes)
+    for step, found in values.items():
+        counted = (step - 1) % 8 + 1
+        # After the gap the epoch's count is unknown, up to the next epoch; a new epoch begins at zero.
+        unknown = step > checkpoint and (step - 1) // 8 == checkpoint // 8 and checkpoint % 8
+        assert found.get("progress/epoch_samples") == (None if unknown else 12 * counted), step
+        assert found.get("progress/epoch_coverage") == (None if unknown else counted / 8)
+
+
+def test_a_count_that_was_unknown_stays_so_over_another_start(tmp_path):
+    resumed_after_a_kill(tmp_path, checkpoint=5)
+    observer = open_quietly(tmp_path, total_steps=24, first_step=6, header={"samples_per_epoch": 96})
+    observer.step(report_of(7, SAMPLES, window=6))
+    observer.close()
+    assert "progress/epoch_samples" not in lines_of(tmp_path, StepLine)[-1].values
+
+
+def test_a_metrics_file_that_was_moved_away_is_a_gap_from_the_first_step(tmp_path):
+    observer = open_quietly(tmp_path, first_step=4)
+    observer.step(report_of(5, SAMPLES))
+    observer.close()
+    assert events_of(tmp_path, "note")[0].fields["text"].startswith("no metrics of steps 1–4")
 
 
 def test_coverage_starts_anew_with_each_epoch(tmp_path):
@@ -224,6 +272,21 @@ def test_a_foreign_metrics_file_is_refused(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("hello\n")
     with pytest.raises(RunDirectoryError, match="not a metric line"):
         open_quietly(tmp_path)
+
+
+def test_a_mirror_hears_nothing_after_the_end(tmp_path):
+    """What is told while mirrors finish must not push out what they still have to write."""
+    sink = Blocking()
+    mirror = Mirror("slow", sink, queue_lines=2, start_limit_s=5, warn=lambda text: None)
+    for step in range(3):
+        mirror.put(EventLine(step, 0.0, "note", {}))
+        while step == 0 and not sink.lines:  # it holds the first
+            threading.Event().wait(0.01)
+    mirror.finish("finished")
+    mirror.put(EventLine(9, 0.0, "closed", {}))
+    sink.released.set()
+    mirror.join(10)
+    assert [line.step for line in sink.lines] == [0, 1, 2] and mirror.dropped == 0
 
 
 def test_closing_twice_does_nothing(tmp_path):

@@ -13,8 +13,10 @@ import yaml
 
 from paceline.errors import RunDirectoryError
 from paceline.observe.catalogue import number_of
-from paceline.observe.lines import FORMAT, METRICS_FILE, EventLine, HeaderLine, Line, StepLine, read_lines
+from paceline.observe.lines import FORMAT, METRICS_FILE, EventLine, HeaderLine, Line, StepLine, gap_text, read_lines
 
+MAX_GAPS = 5
+"""Gaps in the steps that are told one by one."""
 TAG_LOSS = "loss/tag_"
 
 
@@ -161,6 +163,7 @@ def assemble(
         )
     if (run_dir / METRICS_FILE).is_file() and not steps:
         notes.append(f"{METRICS_FILE} has no optimizer step yet")
+    notes += _gaps(steps)
     return History(
         run_dir=run_dir,
         header=headers[-1].header if headers else {},
@@ -180,6 +183,17 @@ def assemble(
         evaluations=evaluations,
         notes=notes,
     )
+
+
+def _gaps(lines: list[StepLine]) -> list[str]:
+    """A sentence for each stretch of steps that no line covers."""
+    last, found = 0, []
+    for line in lines:
+        if line.step - line.steps > last:
+            found.append(gap_text(last + 1, line.step - line.steps))
+        last = line.step
+    more = [f"and {len(found) - MAX_GAPS} more such gaps"] if len(found) > MAX_GAPS else []
+    return found[:MAX_GAPS] + more
 
 
 def _columns(rows: list[Mapping[str, float | None]]) -> dict[str, np.ndarray]:

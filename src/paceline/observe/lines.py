@@ -67,6 +67,15 @@ class _Place(msgspec.Struct):
     kind: str
 
 
+def gap_text(first: int, last: int) -> str:
+    """What is said of steps that no line covers."""
+    steps = f"steps {first}–{last}" if last > first else f"step {first}"
+    return (
+        f"no metrics of {steps}: the run was killed between a checkpoint and its line, or the lines were lost; "
+        "they were trained, and the counts here lack them"
+    )
+
+
 def _plain(value: Any) -> Any:
     """What JSON can hold in place of something that it cannot: numpy values as numbers, the rest as text."""
     return value.tolist() if isinstance(value, (np.generic, np.ndarray)) else str(value)

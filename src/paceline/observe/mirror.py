@@ -81,9 +81,11 @@ class Mirror:
             ) from self._fault
 
     def put(self, line: StepLine | EventLine) -> None:
-        """Queue a line; never blocks, never raises."""
+        """Queue a line; never blocks, never raises. After `finish` nothing more is taken."""
         overflow = False
         with self._wake:
+            if self._status is not None:
+                return
             if self.failed:
                 self.dropped += 1
                 return

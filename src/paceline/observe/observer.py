@@ -17,7 +17,7 @@ from paceline.contracts import StepReport
 from paceline.errors import PacelineError, RunDirectoryError, TrackerError
 from paceline.observe.alerts import Alerts
 from paceline.observe.console import View, open_view
-from paceline.observe.lines import FORMAT, METRICS_FILE, EventLine, HeaderLine, MetricsFile, StepLine
+from paceline.observe.lines import FORMAT, METRICS_FILE, EventLine, HeaderLine, MetricsFile, StepLine, gap_text
 from paceline.observe.mirror import Mirror, Sink
 from paceline.observe.sinks import SinkContext, wanted
 from paceline.observe.sinks.isolated import IsolatedSink
@@ -64,7 +64,8 @@ def open_observer(
         for name in wanted(settings):
             observer._add_mirror(name, IsolatedSink(name, context))
         if settings.alert_command or settings.alert_webhook is not None:
-            observer._add_mirror("alerts", Alerts(settings, run_dir))
+            observer._alerts = Alerts(settings, run_dir, first_step, observer.warn)
+            observer._add_mirror("alerts", observer._alerts)
         for name, sink in (sinks or {}).items():
             observer._add_mirror(name, sink)
         observer._begin(console)
@@ -96,11 +97,13 @@ class Observer:
         self._file: MetricsFile | None = None
         self._view: View | None = None
         self._watch: Watch | None = None
+        self._alerts: Alerts | None = None
         self._trace: TraceFile | None = None
         self._early_warnings: list[str] = []
         self._recent_s: float | None = None
         self._epoch = -1
-        self._epoch_samples = 0.0
+        self._epoch_samples: float | None = 0.0
+        self._gap = False
         self._last_report: StepReport | None = None
         self._spikes = SpikeWatch(total_steps)
 
@@ -113,11 +116,14 @@ class Observer:
         """
         if report.epoch != self._epoch:
             self._flush()  # a line ends with its epoch, so that the epoch's coverage is whole
-            self._epoch, self._epoch_samples = report.epoch, 0.0
+            # After a gap in the metrics, what came before in this epoch is unknown.
+            self._epoch, self._epoch_samples = report.epoch, None if self._gap and report.window else 0.0
+        self._gap = False
         self._tally.add(report)
         self._step = report.step
         self._last_report = report
-        self._epoch_samples += report.samples
+        if self._epoch_samples is not None:
+            self._epoch_samples += report.samples
         previous = report.seconds if self._recent_s is None else self._recent_s
         self._recent_s = _SPEED_MEMORY * previous + (1 - _SPEED_MEMORY) * report.seconds
         self._draw(lambda trace: trace.step(report, time.time()))
@@ -126,6 +132,8 @@ class Observer:
             self._event("gradient-spike", spike)
         if self._view is not None:
             self._view.advance(report.step)
+        if self._alerts is not None:
+            self._alerts.passed(report.step)
         if report.step % self._settings.every_steps == 0 or report.step >= self._total_steps:
             self._flush()
 
@@ -208,9 +216,12 @@ class Observer:
     def _begin(self, console: Console) -> None:
         self._file = MetricsFile(self._run_dir / METRICS_FILE, self._step)
         before = self._file.last_step_line
-        if before is not None:
+        written = before.step if before is not None else 0
+        self._gap = written < self._step
+        if before is not None and not self._gap:
             self._epoch = before.epoch
-            self._epoch_samples = before.values.get("progress/epoch_samples") or 0.0
+            self._epoch_samples = before.values.get("progress/epoch_samples")
+        if before is not None:
             self._recent_s = before.values.get("speed/seconds_per_step")
         header = HeaderLine(self._step, time.time(), FORMAT, self._total_steps, self._header)
         self._file.append(header)
@@ -218,6 +229,8 @@ class Observer:
             self._trace = TraceFile(self._run_dir / TRACE_FILE)
         self._watch = Watch(self._run_dir, header, self._settings.diagnose_every_steps)
         self._view = open_view(self._settings, console, total_steps=self._total_steps, first_step=self._step)
+        if self._gap:
+            self.note(gap_text(written + 1, self._step))
         for text in self._early_warnings:
             self.warn(text)
 
@@ -271,6 +284,8 @@ class Observer:
             gauge("progress/share", self._step / self._total_steps)
         if self._recent_s is not None:
             gauge("progress/time_left_s", self._recent_s * max(self._total_steps - self._step, 0))
+        if self._epoch_samples is None:
+            return
         gauge("progress/epoch_samples", self._epoch_samples)
         samples = self._header.get("samples_per_epoch")
         if samples:
