@@ -16,7 +16,7 @@ from paceline.contracts import Ratio, StepReport, TagTotals
 from paceline.cost import drafter_flops, target_flops
 
 MAX_TAGS = 32
-"""Tags that are told apart; rarer ones are put together as ``other``."""
+"""Tags that are told apart; rarer ones are put together as ``other`` (``other_`` where a tag has that name)."""
 
 
 class Account:
@@ -100,7 +100,10 @@ def tag_table(names: Sequence[Sequence[str]]) -> tuple[list[str], np.ndarray, np
     for kind, found in enumerate(labels):
         counts.update(dict.fromkeys(found, int(rows_of[kind])))
     telling = [tag for tag, count in counts.most_common() if count < len(names)]
-    tags = telling if len(telling) <= MAX_TAGS else [*telling[: MAX_TAGS - 1], "other"]
+    rest = "other"
+    while rest in telling:  # somebody's own tag
+        rest += "_"
+    tags = telling if len(telling) <= MAX_TAGS else [*telling[: MAX_TAGS - 1], rest]
     members = np.zeros((len(kinds), len(tags)))
     for kind, found in enumerate(labels):
         for tag in found & set(telling):

@@ -82,6 +82,16 @@ def test_rare_tags_are_put_together() -> None:
     assert counts[0] == 100 and counts[-1] == sum(100 - number for number in range(MAX_TAGS - 1, 50))
 
 
+def test_a_tag_named_other_is_kept_apart_from_the_rare_ones() -> None:
+    names = [["other", "x"]] * 200 + [["other_", "x"]] * 190
+    names += [[f"tag{number}", "x"] for number in range(50) for _ in range(100 - number)]
+    tags, codes, members = tag_table(names)
+    assert len(tags) == MAX_TAGS == len(set(tags))
+    counts = dict(zip(tags, np.bincount(codes, minlength=len(members)) @ members, strict=True))
+    assert counts["other"] == 200 and counts["other_"] == 190
+    assert counts[tags[-1]] == sum(100 - number for number in range(MAX_TAGS - 3, 50))
+
+
 def test_flops_term_by_term() -> None:
     """One sample of 100 tokens with 3 anchors."""
     facts = TargetFacts(
