@@ -1,0 +1,125 @@
+"""Checks of the data: what is left out, what is supervised, and whether training reads what a server would send."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from paceline.check.bench import Bench
+from paceline.check.findings import Finding
+from paceline.check.material import tokens_of
+from paceline.data.chats import render_prompts
+from paceline.data.report import REASONS
+from paceline.data.warn import warnings_of
+from paceline.errors import DataError
+
+LEFT_OUT = 0.05
+"""Share of rows left out above which a person should look."""
+
+
+def check_data(bench: Bench) -> Finding:
+    """Rows that can be used, and what of them is supervised."""
+    material = bench.material
+    if material.report is None or material.sample is None:
+        store = material.store
+        lengths, supervised = int(store.lengths.sum()), int(store.supervised.sum())
+        detail = (
+            f"store {store.path}: {len(store):,} samples, {lengths:,} tokens, {supervised / lengths:.1%} supervised"
+        )
+        return Finding("data", "pass", detail, figures={"samples": len(store), "tokens": lengths})
+    report = material.report
+    left = report.rows_in - report.rows_used
+    share = left / report.rows_in
+    detail = (
+        f"{report.rows_used:,} of {report.rows_in:,} rows usable, {report.tokens:,} tokens, "
+        f"{report.supervised_tokens / report.tokens:.1%} supervised"
+    )
+    figures = {"rows_in": report.rows_in, "rows_used": report.rows_used, "tokens": report.tokens}
+    warnings = warnings_of(report, bench.settings.data, whole=False)
+    if share <= LEFT_OUT and not warnings:
+        return Finding("data", "pass", detail, figures=figures)
+    words = [
+        f"{count.count} {REASONS[key]}, first {_origin(bench, count.example)}"
+        for key, count in sorted(report.set_aside.items(), key=lambda item: -item[1].count)
+    ]
+    advice = "; ".join([*words[:3], *warnings[:2]]) + "; see all with `paceline prepare`"
+    return Finding("data", "warn", detail, advice, figures)
+
+
+def _origin(bench: Bench, example: str) -> str:
+    """Where the user finds a row that was copied into the scratch file."""
+    line = example.rpartition(":")[2]
+    return bench.material.origins.get(int(line), example) if line.isdigit() else example
+
+
+def check_template(bench: Bench) -> Finding:
+    """Whether samples begin as a server would render their prompts, supervised from the answer's first token on."""
+    material, settings = bench.material, bench.settings
+    if material.chats is None or material.sample is None:
+        return Finding("template", "skipped", "data.train names no files, so there are no chats to render")
+    try:
+        prompts = render_prompts(
+            [str(material.chats)],
+            settings.target.path,
+            None,
+            thinking=settings.data.thinking,
+            trust_remote_code=settings.target.trust_remote_code,
+        )
+    except DataError:
+        return Finding("template", "skipped", "the data holds no chats with a question; nothing is rendered")
+    samples: dict[str, list[int]] = {}
+    for row in range(len(material.sample)):
+        samples.setdefault(Path(material.sample.origin(row)).name, []).append(row)
+    compared, equal, first = 0, 0, ""
+    for prompt in prompts:
+        rows = samples.get(Path(prompt.id).name, [])
+        if not rows:
+            continue
+        compared += 1
+        if any(_continues(np.asarray(prompt.ids), *pair) for pair in material.sample.read(rows)):
+            equal += 1
+        else:
+            first = first or _origin(bench, prompt.id)
+    if not compared:
+        return Finding("template", "skipped", "no usable row has a question before its last answer")
+    detail = f"{equal} of {compared} answers continue the prompt that a server renders, token for token"
+    figures = {"compared": compared, "equal": equal}
+    if equal == compared:
+        return Finding("template", "pass", detail, figures=figures)
+    advice = (
+        f"first other: {first}; the drafter would learn behind another prompt than servers send (thinking switch, "
+        "tools or system text); set data.thinking as you serve, and look with `paceline prepare --show 2`"
+    )
+    return Finding("template", "warn" if equal else "fail", detail, advice, figures)
+
+
+def _continues(prompt: np.ndarray, ids: np.ndarray, mask: np.ndarray) -> bool:
+    end = len(prompt)
+    same = len(ids) > end and bool((np.asarray(ids[:end]) == prompt).all())
+    return same and bool(mask[end]) and not bool(mask[end - 1])
+
+
+def check_mask_token(bench: Bench) -> Finding:
+    """The token of the draft slots: inside the vocabulary, never in text, with an embedding."""
+    spec, facts = bench.spec, bench.facts
+    token = spec.mask_token_id
+    if token >= facts.vocab_size:
+        detail = f"id {token} is outside the embedding of {facts.vocab_size} rows"
+        return Finding("mask token", "fail", detail, "give drafter.mask_token_id an unused id below that")
+    used = int((tokens_of(bench.material.store) == token).sum())
+    row = bench.target.embedding[token].float()
+    figures = {"id": token, "times_in_text": used, "norm": float(row.norm())}
+    detail = f"id {token}, {used} times in the text, embedding norm {float(row.norm()):.3g}"
+    if token in facts.eos_token_ids:
+        advice = "it ends answers, so servers cannot put it into draft slots; give drafter.mask_token_id another id"
+        return Finding("mask token", "fail", detail, advice, figures)
+    if used:
+        advice = "the drafter could not tell it from text; give drafter.mask_token_id an id that never occurs"
+        return Finding("mask token", "fail", detail, advice, figures)
+    if not bool(row.isfinite().all()):
+        return Finding("mask token", "fail", detail, "its embedding is not finite; give another id", figures)
+    if float(row.norm()) == 0.0:
+        advice = "its embedding is all zero, so slots tell nothing of their kind; another unused id may train better"
+        return Finding("mask token", "warn", detail, advice, figures)
+    return Finding("mask token", "pass", detail, figures=figures)

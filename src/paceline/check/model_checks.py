@@ -1,0 +1,139 @@
+"""Checks with the loaded target: taps, overfit of a few samples, decoding with what was overfitted."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+
+from paceline.check.bench import Bench
+from paceline.check.findings import Finding, duration, size
+from paceline.config import EvaluateConfig
+from paceline.evaluate.run import evaluate
+from paceline.target.guard import guard_first_batch
+
+LEARNT, LEARNING = 0.9, 0.5
+"""Slot accuracy on the few samples at which the overfit passes, and below which it fails unless the loss halved."""
+PROMPTS, NEW_TOKENS = 4, 32
+"""Prompts that are decoded, and the longest answer."""
+
+
+def check_target(bench: Bench) -> Finding:
+    """The target loads."""
+    target = bench.target
+    parameters = sum(p.numel() for p in target.model.parameters())
+    held = weights_bytes(bench)
+    detail = (
+        f"{bench.facts.architecture}, {parameters / 1e6:,.1f} M parameters, {size(held)} in "
+        f"{str(target.dtype).removeprefix('torch.')} on {target.device}, loaded in {duration(bench.load_seconds)}"
+    )
+    return Finding("target", "pass", detail, figures={"parameters": parameters, "bytes": held})
+
+
+def weights_bytes(bench: Bench) -> int:
+    """Bytes of the loaded target's parameters and buffers."""
+    model = bench.target.model
+    return sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers()))
+
+
+def check_taps(bench: Bench) -> Finding:
+    """The tap guard on a small real batch."""
+    found = guard_first_batch(bench.target, bench.few)
+    rms = {entry.layer: entry.rms for entry in found}
+    error = max(entry.batch_error or 0.0 for entry in found)
+    change = min(entry.shift_change or 0.0 for entry in found)
+    detail = (
+        f"layers {', '.join(f'{layer} (RMS {value:.3g})' for layer, value in rms.items())}; batch against alone "
+        f"{error:.1e}; the neighbouring layer differs by {change:.1%}"
+    )
+    return Finding("taps", "pass", detail, figures={"rms": rms, "batch_error": error, "shift_change": change})
+
+
+@dataclass(frozen=True, slots=True)
+class Overfit:
+    """How the few samples were learnt: loss of the first and last step, accuracy over all slots, steps."""
+
+    first: float
+    last: float
+    accuracy: float
+    steps: int
+    seconds: float
+
+
+def check_overfit(bench: Bench) -> Finding:
+    """A new drafter learns a few samples by heart, with the run's own objective and optimizer."""
+    found = overfit(bench)
+    detail = (
+        f"{len(bench.few.host.lengths)} samples: loss {found.first:.3f} to {found.last:.3f}, {found.accuracy:.1%} of "
+        f"the drafts right after {found.steps} steps ({duration(found.seconds)})"
+    )
+    figures = {"first": found.first, "last": found.last, "accuracy": found.accuracy, "steps": found.steps}
+    if found.accuracy >= LEARNT:
+        return Finding("overfit", "pass", detail, figures=figures)
+    if found.steps < bench.limits.steps and found.last < found.first:
+        advice = f"it ran out of its {duration(bench.limits.seconds)} while the loss fell; give --seconds more"
+        return Finding("overfit", "warn", detail, advice, figures)
+    if found.accuracy >= LEARNING or found.last < 0.5 * found.first:
+        advice = "it learns, slowly; try another optimizer.lr (its schedule is squeezed into these steps)"
+        return Finding("overfit", "warn", detail, advice, figures)
+    advice = "a drafter that cannot learn a few samples will not learn many: look at optimizer.lr, clip_norm, objective"
+    return Finding("overfit", "fail", detail, advice, figures)
+
+
+def overfit(bench: Bench) -> Overfit:
+    """Train on the same small batch until it is learnt, the steps are done, or the time is up."""
+    learner, began = bench.learner, time.perf_counter()
+    losses: list[float] = []
+    accuracy = 0.0
+    while len(losses) < bench.limits.steps:
+        learner.accumulate(bench.few)
+        report = learner.step(step=len(losses) + 1, epoch=0, window=len(losses), seconds=0.0)
+        losses.append(report.loss.value)
+        accuracy = report.ratios["accuracy/all"].value
+        if accuracy >= 0.99 or time.perf_counter() - began > bench.limits.seconds:
+            break
+    return Overfit(losses[0], losses[-1], accuracy, len(losses), time.perf_counter() - began)
+
+
+@dataclass(frozen=True, slots=True)
+class _Prompt:
+    id: str
+    ids: list[int]
+    tags: tuple[str, ...] = ()
+
+
+def check_decode(bench: Bench) -> Finding:
+    """Real decoding with the overfitted drafter: the target's own answers, and the drafts of the training forward."""
+    prompts = []
+    for row, (ids, mask) in zip(
+        bench.few.host.planned.rows, bench.material.store.read(bench.few.host.planned.rows), strict=True
+    ):
+        start = int(mask.argmax())
+        if start:
+            prompts.append(_Prompt(bench.material.store.origin(int(row)), [int(token) for token in ids[:start]]))
+    if not prompts:
+        return Finding("decoding", "skipped", "every sample begins with supervised text; there are no prompts")
+    network = bench.learner.network.to(bench.target.device).eval()
+    settings = EvaluateConfig(num_prompts=PROMPTS, max_new_tokens=NEW_TOKENS)
+    report = evaluate(bench.target, network, prompts, settings)
+    lossless = report.lossless
+    assert lossless is not None, "asked for"
+    agrees = {None: "not compared with", True: "agrees with", False: "differs from"}[report.training_agrees]
+    detail = (
+        f"{lossless.equal} of {lossless.prompts} answers equal to the target's own in {report.dtype}, τ "
+        f"{report.tau_micro:.2f}; {agrees} the training forward on the same blocks"
+    )
+    figures = {"tau": report.tau_micro, "training_tau": report.training_tau, "faults": lossless.faults}
+    if lossless.faults:
+        advice = "speculative and plain decoding differ by more than rounding; do not serve this pair"
+        return Finding("decoding", "fail", detail, advice, figures)
+    if report.training_agrees is False:
+        exact = bench.target.dtype in (torch.float32, torch.float64)
+        advice = (
+            "the decode loop does not see what training sees; acceptance will not follow training"
+            if exact
+            else "in 16 bits a few blocks may differ; check again with --target.dtype float32"
+        )
+        return Finding("decoding", "fail" if exact else "warn", detail, advice, figures)
+    return Finding("decoding", "pass", detail, figures=figures)

@@ -1,0 +1,89 @@
+"""The checks of a run in order; each that fails takes those with it that build on it."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from paceline.check.bench import Bench, Limits
+from paceline.check.data_checks import check_data, check_mask_token, check_template
+from paceline.check.findings import Finding
+from paceline.check.model_checks import check_decode, check_overfit, check_taps, check_target
+from paceline.check.run_checks import check_memory, check_plan, check_split, check_time
+from paceline.compose import check_support
+from paceline.config import Settings
+from paceline.errors import PacelineError
+
+
+def check_settings(bench: Bench) -> Finding:
+    """Devices and combinations of settings."""
+    check_support(bench.settings)
+    flow = bench.settings.flow
+    return Finding("settings", "pass", f"{flow.mode}: {flow.target_devices} → {flow.drafter_devices}")
+
+
+def check_drafter(bench: Bench) -> Finding:
+    """Configuration of the target, taps and drafter, from files alone."""
+    facts, taps, spec = bench.resolved
+    detail = (
+        f"{spec.num_layers} layers, block {spec.block_size}, hidden {spec.hidden_size}, for {facts.architecture} with "
+        f"{facts.num_layers} layers, taps {taps}"
+    )
+    return Finding("drafter", "pass", detail)
+
+
+CHECKS: dict[str, tuple[Callable[[Bench], Finding], tuple[str, ...]]] = {
+    "settings": (check_settings, ()),
+    "drafter": (check_drafter, ("settings",)),
+    "data": (check_data, ("drafter",)),
+    "template": (check_template, ("data",)),
+    "plan": (check_plan, ("data",)),
+    "target": (check_target, ("drafter",)),
+    "mask token": (check_mask_token, ("data", "target")),
+    "taps": (check_taps, ("data", "target")),
+    "overfit": (check_overfit, ("taps", "mask token")),
+    "decoding": (check_decode, ("overfit",)),
+    "memory": (check_memory, ("taps", "plan", "mask token")),
+    "time": (check_time, ("memory",)),
+    "split": (check_split, ("time",)),
+}
+"""Name → the check, and the checks that must not have failed."""
+
+
+def preflight(settings: Settings, limits: Limits, hear: Callable[[str, Finding | None], None]) -> list[Finding]:
+    """Run all checks of a run.
+
+    Args:
+        settings: of the run.
+        limits: how much is done.
+        hear: told the name of each check when it begins, and its finding when it ends.
+
+    Returns:
+        A finding for each check, in order. Nothing of the run is written: what has to be made lies in a scratch folder.
+    """
+    torch.set_num_threads(settings.flow.threads)
+    findings: dict[str, Finding] = {}
+    with tempfile.TemporaryDirectory(prefix="paceline-check-") as folder:
+        bench = Bench(settings, Path(folder), limits)
+        for name, (check, needs) in CHECKS.items():
+            hear(name, None)
+            began = time.perf_counter()
+            broken = [need for need in needs if findings[need].status in ("fail", "skipped")]
+            finding = Finding(name, "skipped", f"needs {', '.join(broken)}") if broken else _run(name, check, bench)
+            findings[name] = replace(finding, seconds=time.perf_counter() - began)
+            hear(name, findings[name])
+    return list(findings.values())
+
+
+def _run(name: str, check: Callable[[Bench], Finding], bench: Bench) -> Finding:
+    try:
+        return check(bench)
+    except PacelineError as fault:
+        return Finding(name, "fail", "; ".join(fault.faults))
+    except torch.OutOfMemoryError as fault:
+        return Finding(name, "fail", str(fault).splitlines()[0], "give the roles other devices, or lower the budgets")

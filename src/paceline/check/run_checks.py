@@ -1,0 +1,196 @@
+"""Checks of the run as a whole: the largest batch for real, memory against the devices, time, cost, split."""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from typing import Any
+
+import numpy as np
+import torch
+
+from paceline.check import budget
+from paceline.check.bench import Bench
+from paceline.check.findings import Finding, duration, size
+from paceline.check.material import collated
+from paceline.check.model_checks import weights_bytes
+from paceline.contracts import FeatureBatch
+from paceline.drafter.learner import Learner
+
+ROOM = 0.9
+"""Share of a device's memory above which a run is close to the edge."""
+CLOSE = 1.1
+"""A split that is slower than the best by no more than this factor is left alone."""
+TIMED = (25, 50, 75)
+"""Percentiles of the padded tokens at which batches are timed."""
+
+
+def largest(bench: Bench) -> list[int]:
+    """Places of the batches with most padded tokens and with most draft positions."""
+    plan = bench.plan
+    padded = plan.counts * plan.widths
+    positions = [plan.batch(index).draft_positions for index in range(plan.num_batches)]
+    return list(dict.fromkeys([int(np.argmax(padded)), int(np.argmax(positions))]))
+
+
+def check_plan(bench: Bench) -> Finding:
+    """The epoch in figures."""
+    plan, share = bench.plan, bench.material.share
+    padded = int((plan.counts * plan.widths).sum())
+    real = int(sum(plan.batch(index).real_tokens for index in range(plan.num_batches)))
+    about = "" if bench.material.whole else f" (of about {share:.2%} of the rows)"
+    detail = (
+        f"{plan.num_samples:,} samples in {plan.num_batches:,} micro-batches and {plan.num_windows:,} steps an epoch, "
+        f"{real / padded:.1%} of the padded tokens real{about}"
+    )
+    figures = {"batches": plan.num_batches, "windows": plan.num_windows, "efficiency": real / padded, "share": share}
+    if bench.material.whole:
+        return Finding("plan", "pass", detail, figures=figures)
+    advice = "`paceline prepare` and `paceline plan` show the whole epoch"
+    return Finding("plan", "pass", detail, advice, figures)
+
+
+def train_once(bench: Bench, learner: Learner, index: int, step: int) -> tuple[float, float, FeatureBatch]:
+    """Seconds of the target's and of the drafter's work on one batch of the plan, optimizer step included."""
+    anchors = bench.settings.drafter.num_anchors
+    host = collated(bench.plan.batch(index), bench.material.store, bench.facts, bench.settings.seed, anchors)
+    bench.wait()
+    began = time.perf_counter()
+    features = bench.target.features(host, with_last=bench.settings.objective.needs_teacher)
+    bench.wait()
+    middle = time.perf_counter()
+    learner.accumulate(features)
+    learner.step(step=step, epoch=0, window=0, seconds=0.0)
+    bench.wait()
+    return middle - began, time.perf_counter() - middle, features
+
+
+def check_memory(bench: Bench) -> Finding:
+    """The bytes that the run needs against the devices, and the largest planned batch run for real."""
+    settings, places = bench.settings, largest(bench)
+    batches = [bench.plan.batch(index) for index in places]
+    load = budget.Load(
+        max(batch.real_tokens for batch in batches),
+        max(batch.padded_tokens for batch in batches),
+        max(batch.draft_positions for batch in batches),
+    )
+    target = budget.target_bytes(weights_bytes(bench), bench.facts, bench.spec, settings, load)
+    drafter = budget.drafter_bytes(bench.facts, bench.spec, settings, load)
+    pool = budget.pool_bytes(bench.facts, bench.spec, settings, load)
+    figures: dict[str, Any] = {"target": target, "drafter": drafter, "pool": pool}
+    bench.__dict__.pop("learner", None)
+    learner = bench.new_learner(max(2, len(places)))
+    try:
+        for step, index in enumerate(places, start=1):
+            train_once(bench, learner, index, step)
+    except torch.OutOfMemoryError:
+        advice = (
+            f"target: {_parts(target)}; drafter: {_parts(drafter)}; lower plan.token_budget for the target, "
+            "drafter.positions_per_pass or plan.draft_position_budget for the drafter"
+        )
+        detail = f"the largest batch ({load.padded:,} padded tokens, {load.positions:,} draft positions) does not fit"
+        return Finding("memory", "fail", detail, advice, figures)
+    planned = budget.by_device(settings, target, drafter)
+    measured = _peaks(bench)
+    figures |= {"planned": planned, "measured": measured}
+    detail = (
+        f"largest batch ran ({load.padded:,} padded tokens, {load.positions:,} draft positions); "
+        + "; ".join(
+            f"{device} needs {size(needed)} of {size(budget.device_memory(device))}"
+            for device, needed in planned.items()
+        )
+        + f"; measured {', '.join(f'{where} {size(held)}' for where, held in measured.items())}"
+        + f"; shared memory {size(pool)}"
+    )
+    tight = [name for name, needed in planned.items() if needed > ROOM * budget.device_memory(name)]
+    free = budget.shared_memory()
+    if settings.flow.mode == "pipeline" and free is not None and pool > free:
+        advice = f"shared memory has {size(free)} free; lower flow.pool_buffers or plan.token_budget, or give it more"
+        return Finding("memory", "fail", detail, advice, figures)
+    if tight:
+        advice = f"{', '.join(tight)}: above {ROOM:.0%}: target {_parts(target)}; drafter {_parts(drafter)}"
+        return Finding("memory", "warn", detail, advice, figures)
+    return Finding("memory", "pass", detail, figures=figures)
+
+
+def _parts(needed: dict[str, int]) -> str:
+    return ", ".join(f"{name} {size(held)}" for name, held in needed.items())
+
+
+def _peaks(bench: Bench) -> dict[str, int]:
+    """Most bytes held, by device; this process's resident memory for the CPU."""
+    names = (bench.settings.flow.target_devices[0], bench.settings.flow.drafter_devices[0])
+    peaks = {name: torch.cuda.max_memory_allocated(name) for name in names if name.startswith("cuda")}
+    if not all(name.startswith("cuda") for name in names):
+        resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        peaks["this process"] = resident * (1 if sys.platform == "darwin" else 1024)
+    return peaks
+
+
+def check_time(bench: Bench) -> Finding:
+    """Time of the whole run from a few timed batches."""
+    plan, settings = bench.plan, bench.settings
+    order = np.argsort(plan.counts * plan.widths, kind="stable")
+    places = list(dict.fromkeys(int(order[int(q / 100 * (len(order) - 1))]) for q in TIMED))
+    learner = bench.new_learner(len(places) + 1)
+    train_once(bench, learner, places[0], 1)
+    target_s = drafter_s = 0.0
+    tokens = positions = 0
+    for step, index in enumerate(places, start=2):
+        ours, theirs, features = train_once(bench, learner, index, step)
+        target_s, drafter_s = target_s + ours, drafter_s + theirs
+        tokens += int(features.host.lengths.sum())
+        positions += features.host.planned.draft_positions
+    steps = settings.train.epochs * plan.num_windows / bench.material.share
+    part = min(1.0, (settings.train.max_steps or steps) / steps)
+    epochs = settings.train.epochs * part / bench.material.share
+    batches = [plan.batch(index) for index in range(plan.num_batches)]
+    real = epochs * sum(batch.real_tokens for batch in batches)
+    drafted = epochs * sum(batch.draft_positions for batch in batches)
+    bench.target_s, bench.drafter_s = target_s / tokens * real, drafter_s / positions * drafted
+    flow = settings.flow
+    apart = flow.mode == "pipeline" and not budget.overlapping(flow.target_devices, flow.drafter_devices, flow.threads)
+    targets, drafters = len(flow.target_devices), len(flow.drafter_devices)
+    seconds = bench.target_s / targets + bench.drafter_s / drafters
+    if apart:
+        seconds = budget.wall_seconds(targets, drafters, bench.target_s, bench.drafter_s)
+    devices = len({*flow.target_devices, *flow.drafter_devices})
+    figures = {
+        "target_tokens_per_s": tokens / target_s,
+        "draft_positions_per_s": positions / drafter_s,
+        "seconds": seconds,
+        "device_hours": devices * seconds / 3600,
+    }
+    detail = (
+        f"about {duration(seconds)}: target {tokens / target_s:,.0f} tokens/s, drafter {positions / drafter_s:,.0f} "
+        f"positions/s a device, {real:,.0f} tokens; {devices * seconds / 3600:.2f} device hours"
+    )
+    if bench.limits.price is not None:
+        figures["cost"] = devices * seconds / 3600 * bench.limits.price
+        detail += f", cost {figures['cost']:,.2f}"
+    if not bench.material.whole:
+        detail += "; reckoned from some rows"
+    return Finding("time", "pass", detail, figures=figures)
+
+
+def check_split(bench: Bench) -> Finding:
+    """Whether the devices are split between the roles as their work is."""
+    flow = bench.settings.flow
+    targets, drafters = len(flow.target_devices), len(flow.drafter_devices)
+    share = bench.target_s / (bench.target_s + bench.drafter_s)
+    if flow.mode == "inline" or budget.overlapping(flow.target_devices, flow.drafter_devices, flow.threads):
+        detail = f"the target does {share:.0%} of the work; both roles take turns on the same processors"
+        return Finding("split", "pass", detail, figures={"target_share": share})
+    ours = budget.wall_seconds(targets, drafters, bench.target_s, bench.drafter_s)
+    best = budget.best_split(targets + drafters, bench.target_s, bench.drafter_s)
+    slower = "target" if bench.target_s / targets > bench.drafter_s / drafters else "drafter"
+    detail = f"{targets} target, {drafters} drafter; the {slower} stage will be the bottleneck"
+    figures = {"target_share": share, "best_targets": best.targets, "best_drafters": best.drafters}
+    if ours <= CLOSE * best.seconds:
+        return Finding("split", "pass", detail, figures=figures)
+    advice = (
+        f"{best.targets} flow.target_devices and {best.drafters} flow.drafter_devices would be "
+        f"{ours / best.seconds:.1f}x as fast (the number of drafter ranks also multiplies the micro-batches of a step)"
+    )
+    return Finding("split", "warn", detail, advice, figures)

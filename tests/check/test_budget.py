@@ -1,0 +1,119 @@
+"""Bytes by cause against the real tensors; the split of devices against all splits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from paceline.check import budget
+from paceline.check.findings import duration, size
+from paceline.config import Settings, load_settings
+from paceline.drafter.learner import Learner
+from paceline.drafter.network import Drafter
+from paceline.drafter.spec import DrafterSpec, derive_spec
+from paceline.flow.pool import BufferPool
+from paceline.target.facts import describe
+
+
+@pytest.fixture
+def settings(demo_assets: Path) -> Settings:
+    return load_settings(
+        None, {"run_dir": "unused", "target.path": str(demo_assets / "target"), "drafter.dtype": "float32"}
+    )
+
+
+def spec_of(settings: Settings, **changes: object) -> DrafterSpec:
+    facts = describe(settings.target.path)
+    drafter = settings.drafter.model_copy(update=changes)
+    return derive_spec(drafter, facts, [1, 3, 5], 3)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_layers": 2},
+        {"num_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 32},
+        {"num_layers": 1, "intermediate_size": 96},
+    ],
+)
+def test_parameters_are_those_of_the_network(settings: Settings, changes: dict[str, int]) -> None:
+    spec = spec_of(settings, **changes)
+    assert budget.drafter_parameters(spec) == sum(p.numel() for p in Drafter(spec).parameters())
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_weights_gradients_and_states_are_those_of_the_learner(settings: Settings, name: str) -> None:
+    settings = settings.model_copy(update={"optimizer": settings.optimizer.model_copy(update={"name": name})})
+    facts, spec = describe(settings.target.path), spec_of(settings, num_layers=2)
+    table = torch.zeros(spec.vocab_size, spec.hidden_size)
+    learner = Learner(
+        spec,
+        embedding=table,
+        head=table,
+        drafter=settings.drafter,
+        objective=settings.objective,
+        optimizer=settings.optimizer,
+        total_steps=4,
+        seed=0,
+    )
+    gradients = learner.optimizer.gradients()
+    learner.optimizer.step(1.0, 0)
+    needed = budget.drafter_bytes(facts, spec, settings, budget.Load(100, 128, 64))
+    assert needed["master weights"] == sum(p.numel() * 4 for p in learner.network.parameters())
+    assert needed["gradients"] == sum(g.numel() * 4 for g in gradients)
+    assert needed["embedding and head"] == table.numel() * 4
+    states = [
+        tensor
+        for state in learner.optimizer.state_dict().values()
+        for entry in state["state"].values()
+        for tensor in entry.values()
+        if isinstance(tensor, torch.Tensor) and tensor.ndim
+    ]
+    held = sum(t.numel() * 4 for t in states)
+    # Muon keeps one state a matrix, AdamW two a parameter; the few norms of Muon are AdamW's.
+    assert needed["optimizer state"] == pytest.approx(held, rel=0.01)
+
+
+def test_pool_is_that_of_the_pipeline(settings: Settings) -> None:
+    facts, spec = describe(settings.target.path), spec_of(settings)
+    pool = BufferPool(settings.flow.pool_buffers, 96, 3 * facts.hidden_size, torch.bfloat16, 0)
+    assert budget.pool_bytes(facts, spec, settings, budget.Load(96, 128, 64)) == pool.num_bytes
+    teacher = settings.objective.model_copy(update={"terms": {"ce": 0.5, "kl": 0.5}})
+    settings = settings.model_copy(update={"objective": teacher})
+    pool = BufferPool(settings.flow.pool_buffers, 96, 3 * facts.hidden_size, torch.bfloat16, facts.hidden_size)
+    assert budget.pool_bytes(facts, spec, settings, budget.Load(96, 128, 64)) == pool.num_bytes
+
+
+def test_roles_that_share_a_device_are_added(settings: Settings) -> None:
+    flow = settings.flow.model_copy(update={"target_devices": ["cuda:0", "cpu"], "drafter_devices": ["cpu"]})
+    settings = settings.model_copy(update={"flow": flow})
+    assert budget.by_device(settings, {"a": 1, "b": 2}, {"c": 10}) == {"cuda:0": 3, "cpu": 13}
+
+
+@pytest.mark.parametrize("devices", [2, 3, 4, 8])
+@pytest.mark.parametrize("target_s", [1.0, 5.0, 40.0])
+def test_best_split_is_the_best_of_all(devices: int, target_s: float) -> None:
+    best = budget.best_split(devices, target_s, 7.0)
+    times = {count: max(target_s / count, 7.0 / (devices - count)) for count in range(1, devices)}
+    assert best.seconds == min(times.values())
+    assert times[best.targets] == best.seconds
+    assert best.targets + best.drafters == devices
+
+
+def test_one_device_does_both_in_turn() -> None:
+    assert budget.best_split(1, 3.0, 4.0).seconds == 7.0
+
+
+def test_who_gets_in_whose_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(budget.os, "cpu_count", lambda: 2)
+    assert not budget.overlapping(["cpu"], ["cpu"], 1)
+    assert budget.overlapping(["cpu"], ["cpu"], 2)
+    assert budget.overlapping(["cuda:0"], ["cuda:0"], 1)
+    assert not budget.overlapping(["cuda:0", "cuda:1"], ["cuda:2"], 8)
+
+
+def test_sizes_and_durations_read_well() -> None:
+    assert [size(n) for n in (12, 2048, 3 * 2**30)] == ["12 B", "2.0 KiB", "3.0 GiB"]
+    assert [duration(s) for s in (1.25, 600, 36_000, 864_000)] == ["1.2 s", "10 min", "10.0 h", "10.0 days"]

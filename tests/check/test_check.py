@@ -1,0 +1,253 @@
+"""`paceline check` on the embedded target: a sound run passes, each broken one fails in the line that names it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+from paceline.check import budget
+from paceline.check.bench import Bench, Limits
+from paceline.check.data_checks import _continues
+from paceline.check.findings import Finding
+from paceline.check.material import take_rows
+from paceline.check.preflight import CHECKS, preflight
+from paceline.check.run_checks import check_split
+from paceline.cli import main
+from paceline.config import Settings, load_settings
+from paceline.data.tokenizer import load_tokenizer
+from paceline.drafter.learner import Learner
+from paceline.target.frozen import Target
+
+MakeSettings = Callable[..., Path]
+
+
+@pytest.fixture
+def make(tmp_path: Path, demo_assets: Path) -> MakeSettings:
+    """Writes a settings file of a small run."""
+
+    def write(**changes: Any) -> Path:
+        values: dict[str, Any] = {
+            "run_dir": str(tmp_path / "run"),
+            "target": {"path": str(demo_assets / "target"), "dtype": "float32", "num_taps": 3},
+            "data": {"train": [str(demo_assets / "chats.jsonl")], "max_length": 512},
+            "plan": {"token_budget": 1024, "width_multiple": 32, "accumulate": 2, "max_samples": 8},
+            "drafter": {"num_layers": 2, "block_size": 4, "num_anchors": 8, "dtype": "float32"},
+            "optimizer": {"name": "muon", "lr": 0.01, "clip_norm": 5.0},
+        }
+        for section, entries in changes.items():
+            values[section] = {**values.get(section, {}), **entries}
+        path = tmp_path / "run.yaml"
+        path.write_text(yaml.safe_dump(values), encoding="utf-8")
+        return path
+
+    return write
+
+
+def checked(path: Path, capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[int, dict[str, dict[str, Any]]]:
+    code = main(["check", str(path), "--json", "--rows", "48", *flags])
+    return code, {entry["name"]: entry for entry in json.loads(capsys.readouterr().out)}
+
+
+def findings_of(settings: Settings) -> dict[str, Finding]:
+    return {finding.name: finding for finding in preflight(settings, Limits(rows=48, steps=3), lambda *_: None)}
+
+
+def test_a_sound_run_passes_and_nothing_of_it_is_written(
+    make: MakeSettings, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = make()
+    code, found = checked(path, capsys, "--price", "3600")
+    assert {name: entry["status"] for name, entry in found.items()} == dict.fromkeys(CHECKS, "pass")
+    assert code == 0
+    assert list(tmp_path.iterdir()) == [path]
+    assert found["overfit"]["figures"]["accuracy"] >= 0.9
+    assert found["decoding"]["figures"]["tau"] > 1.5
+    time = found["time"]["figures"]
+    assert time["cost"] == pytest.approx(time["device_hours"] * 3600)
+    assert found["memory"]["figures"]["measured"]["this process"] > sum(found["memory"]["figures"]["target"].values())
+
+
+def test_the_lines_on_a_terminal_say_what_to_do(make: MakeSettings, capsys: pytest.CaptureFixture[str]) -> None:
+    path = make(drafter={"mask_token_id": 400_000})
+    assert main(["check", str(path), "--rows", "16"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split()[:2] == ["pass", "settings"]
+    said = next(line for line in lines if "400000" in line.replace(",", ""))
+    assert said.startswith("fail")
+    assert lines[-1].endswith("mend what fails first")
+
+
+def test_a_mask_token_that_occurs_in_text(
+    make: MakeSettings, capsys: pytest.CaptureFixture[str], demo_assets: Path
+) -> None:
+    common = load_tokenizer(str(demo_assets / "target")).encode("a.", add_special_tokens=False)[-1]
+    code, found = checked(make(drafter={"mask_token_id": common}), capsys)
+    assert code == 1
+    assert found["mask token"]["status"] == "fail"
+    assert found["mask token"]["figures"]["times_in_text"] > 0
+    assert [found[name]["status"] for name in ("overfit", "decoding", "memory")] == ["skipped"] * 3
+
+
+def test_data_that_cannot_be_used(make: MakeSettings, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"messages": [{"role": "user", "content": "a"}]}\nnot json\n', encoding="utf-8")
+    code, found = checked(make(data={"train": [str(bad)]}), capsys)
+    assert code == 1
+    assert found["data"]["status"] == "fail"
+    assert found["taps"]["status"] == found["plan"]["status"] == "skipped"
+    assert found["target"]["status"] == "pass"
+
+
+def test_rows_left_out_are_named_by_their_own_place(
+    make: MakeSettings, demo_assets: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = (demo_assets / "chats.jsonl").read_text(encoding="utf-8").splitlines()[:20]
+    mixed = tmp_path / "mixed.jsonl"
+    mixed.write_text("\n".join([*lines, "{broken", "{broken"]) + "\n", encoding="utf-8")
+    _, found = checked(make(data={"train": [str(mixed)]}), capsys)
+    assert found["data"]["status"] == "warn"
+    assert f"{mixed}:21" in found["data"]["advice"]
+
+
+def test_a_learning_rate_of_nothing_does_not_overfit(make: MakeSettings, capsys: pytest.CaptureFixture[str]) -> None:
+    code, found = checked(make(optimizer={"lr": 1e-9, "name": "adamw"}), capsys, "--seconds", "60")
+    assert code == 1
+    assert found["overfit"]["status"] == "fail"
+    assert "optimizer.lr" in found["overfit"]["advice"]
+    assert found["decoding"]["status"] == "skipped"
+    assert found["time"]["status"] == "pass"
+
+
+def test_decoding_that_does_not_see_what_training_sees(
+    make: MakeSettings, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    honest = Target.tap_rows
+
+    def shifted(self: Target, *given: Any, **named: Any) -> Any:
+        features, last = honest(self, *given, **named)
+        return features.roll(1, 0), last
+
+    # The tap guard cannot see it: every batching is shifted alike. The decode loop reads through a session.
+    monkeypatch.setattr(Target, "tap_rows", shifted)
+    monkeypatch.setattr("paceline.check.model_checks.guard_first_batch", lambda *_: [GUARDED])
+    code, found = checked(make(), capsys)
+    assert code == 1
+    assert found["decoding"]["status"] == "fail"
+    assert "training" in found["decoding"]["detail"]
+
+
+class GUARDED:
+    """What a guard that saw nothing would say."""
+
+    layer, rms, batch_error, shift_change = 1, 1.0, 0.0, 1.0
+
+
+def test_a_batch_that_does_not_fit(make: MakeSettings, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = load_settings(make(), {})
+
+    def full(self: Learner, batch: Any) -> None:
+        if len(batch.host.anchors) > 3:
+            raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setitem(CHECKS, "overfit", (lambda bench: Finding("overfit", "pass", ""), ()))
+    monkeypatch.setitem(CHECKS, "decoding", (lambda bench: Finding("decoding", "pass", ""), ()))
+    monkeypatch.setattr(Learner, "accumulate", full)
+    found = findings_of(settings)
+    assert found["memory"].status == "fail"
+    assert "plan.token_budget" in found["memory"].advice
+    assert "optimizer state" in found["memory"].advice
+    assert found["time"].status == "skipped"
+
+
+def test_shared_memory_that_is_too_small(make: MakeSettings, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(CHECKS, "overfit", (lambda bench: Finding("overfit", "pass", ""), ()))
+    monkeypatch.setitem(CHECKS, "decoding", (lambda bench: Finding("decoding", "pass", ""), ()))
+    monkeypatch.setattr(budget, "shared_memory", lambda: 1000)
+    found = findings_of(load_settings(make(), {}))
+    assert found["memory"].status == "fail"
+    assert "flow.pool_buffers" in found["memory"].advice
+
+
+def test_a_split_that_leaves_devices_idle(make: MakeSettings, tmp_path: Path) -> None:
+    flow = {"target_devices": ["cuda:0"], "drafter_devices": ["cuda:1", "cuda:2", "cuda:3"]}
+    bench = Bench(load_settings(make(flow=flow), {}), tmp_path, Limits())
+    bench.target_s, bench.drafter_s = 30.0, 10.0
+    found = check_split(bench)
+    assert found.status == "warn"
+    assert (found.figures["best_targets"], found.figures["best_drafters"]) == (3, 1)
+    assert "3.0x" in found.advice
+    bench.target_s, bench.drafter_s = 10.0, 30.0
+    assert check_split(bench).status == "pass"
+
+
+def test_the_runs_own_store_is_used_where_it_is_there(
+    make: MakeSettings, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = make(data={"store": str(tmp_path / "store")})
+    assert main(["prepare", str(path)]) == 0
+    capsys.readouterr()
+    _, found = checked(path, capsys)
+    assert found["plan"]["figures"]["share"] == 1.0
+    assert "reckoned" not in found["time"]["detail"]
+
+
+def test_answers_must_begin_right_behind_the_prompt() -> None:
+    ids = np.array([5, 6, 7, 8, 9])
+    prompt, mask = ids[:3], np.array([0, 0, 0, 1, 1], dtype=bool)
+    assert _continues(prompt, ids, mask)
+    assert not _continues(prompt, ids, np.array([0, 0, 1, 1, 1], dtype=bool))
+    assert not _continues(prompt, ids, np.array([0, 0, 0, 0, 1], dtype=bool))
+    assert not _continues(np.array([5, 6, 1]), ids, mask)
+    assert not _continues(ids, ids, mask)
+
+
+def test_training_behind_another_prompt_than_is_served(
+    make: MakeSettings, demo_assets: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The template opens a thought by default; the data was answered without one."""
+    target = tmp_path / "target"
+    shutil.copytree(demo_assets / "target", target)
+    template = target / "chat_template.jinja"
+    text = template.read_text(encoding="utf-8")
+    assert "add_generation_prompt" in text
+    template.write_text(
+        text
+        + "{% if add_generation_prompt and (enable_thinking is not defined or enable_thinking) %}ponder{% endif %}",
+        encoding="utf-8",
+    )
+    _, found = checked(make(target={"path": str(target)}), capsys)
+    assert found["template"]["status"] in ("warn", "fail"), found["template"]
+    assert "data.thinking" in found["template"]["advice"]
+
+
+def test_rows_come_from_all_over_the_files(tmp_path: Path) -> None:
+    path = tmp_path / "many.jsonl"
+    filler = "x" * 2000
+    path.write_text(
+        "".join(json.dumps({"id": str(n), "text": f"{n} {filler}"}) + "\n" for n in range(4000)), encoding="utf-8"
+    )
+    origins, total = take_rows([str(path)], tmp_path / "rows.jsonl", 64)
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text(encoding="utf-8").splitlines()]
+    places = [int(row["text"].split()[0]) for row in rows]
+    assert places == sorted(places)
+    assert [f"{path}:{place + 1}" for place in places] == list(origins.values())
+    assert min(places) == 0
+    assert max(places) > 3000
+    assert all("id" not in row for row in rows)
+    assert total == pytest.approx(4000, rel=0.05)
+
+
+@pytest.mark.parametrize("flags", [("--rows", "0"), ("--price", "-1"), ("--seconds", "0")])
+def test_numbers_that_mean_nothing(
+    make: MakeSettings, capsys: pytest.CaptureFixture[str], flags: tuple[str, str]
+) -> None:
+    assert main(["check", str(make()), *flags]) == 2
+    assert "must be more than 0" in capsys.readouterr().err
