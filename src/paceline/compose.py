@@ -21,7 +21,7 @@ from paceline.feed.collate import collate
 from paceline.flow.messages import StepOrder
 from paceline.plan.epoch import EpochPlan, plan_epoch
 from paceline.plan.intake import groups_of_tags
-from paceline.target.facts import describe
+from paceline.target.facts import describe_target
 from paceline.target.taps import check_taps, default_taps
 
 
@@ -57,7 +57,7 @@ class Composition:
 
 def resolve_spec(settings: Settings) -> tuple[TargetFacts, list[int], DrafterSpec]:
     """Facts of the target, taps and drafter of a run; reads configurations and tokenizer only."""
-    facts = describe(settings.target.path, settings.target.trust_remote_code)
+    facts = describe_target(settings.target)
     taps = settings.target.taps
     if taps is None:
         taps = default_taps(facts.num_layers, settings.target.num_taps)

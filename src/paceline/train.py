@@ -86,14 +86,14 @@ class LearnerRecipe:
     def __call__(self) -> Learner:
         """The learner, with the state of the checkpoint that the run goes on from."""
         from paceline.drafter.learner import Learner
-        from paceline.target.load import load_embedding_and_head, torch_dtype
+        from paceline.target.load import load_embedding_and_head
         from paceline.target.teacher import load_teacher
 
         settings, target = self.settings, self.settings.target
-        embedding, head = load_embedding_and_head(target.path, torch.float32, target.trust_remote_code)
+        embedding, head = load_embedding_and_head(target.path, torch.float32, target.trust_remote_code, target.adapter)
         teacher = None
         if settings.objective.needs_teacher:
-            teacher = load_teacher(target.path, torch_dtype(target.dtype), self.device, target.trust_remote_code)
+            teacher = load_teacher(target, self.device)
         learner = Learner(
             self.spec,
             embedding=embedding,

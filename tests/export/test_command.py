@@ -158,7 +158,7 @@ def test_another_target_is_refused(run_dir, tmp_path, demo_assets) -> None:
         (other / path.name).write_bytes(path.read_bytes())
     config = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 1e-5}))
-    with pytest.raises(ExportError, match="trained on another target than .*; they differ in configuration;"):
+    with pytest.raises(ExportError, match=r"trained on another target than .*; they differ in configuration;"):
         run([str(run_dir), "--target", str(other)])
     (other / "config.json").write_text(json.dumps({**config, "hidden_size": 64, "vocab_size": 2000}))
     with pytest.raises(ExportError) as caught:

@@ -7,6 +7,7 @@ import shutil
 
 import pytest
 
+from paceline.config import TargetConfig
 from paceline.contracts import differing_parts
 from paceline.errors import TargetError
 from paceline.target.facts import describe, identify_target
@@ -101,10 +102,14 @@ def test_identity_names_the_part_that_changed(qwen3, copied, tmp_path):
     assert differing_parts(known, describe(str(other)).identity) == ["weights"]
     (copied / "tokenizer.json").write_text("{}")
     edit(copied, rms_norm_eps=1e-5, quantization_config={"quant_method": "fp8"})
-    assert differing_parts(known, identify_target(str(copied))) == ["configuration", "quantization", "tokenizer"]
+    assert differing_parts(known, identify_target(TargetConfig(path=str(copied)))) == [
+        "configuration",
+        "quantization",
+        "tokenizer",
+    ]
 
 
 def test_preparing_needs_no_weights_to_name_its_target(copied):
-    known = identify_target(str(copied))
+    known = identify_target(TargetConfig(path=str(copied)))
     (copied / "model.safetensors").unlink()
-    assert identify_target(str(copied)) == {"configuration": known["configuration"]}
+    assert identify_target(TargetConfig(path=str(copied))) == {"configuration": known["configuration"]}

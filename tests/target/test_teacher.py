@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from paceline.config import TargetConfig
 from paceline.target.load import load_model
 from paceline.target.teacher import load_teacher
 from tiny_targets import save_tiny
@@ -22,7 +23,8 @@ from tiny_targets import save_tiny
 )
 def test_logits_are_the_targets_own(tmp_path, family: str, changes: dict) -> None:
     save_tiny(tmp_path, family, **changes)
-    model, structure, _ = load_model(str(tmp_path), dtype=torch.float32, device="cpu")
+    settings = TargetConfig(path=str(tmp_path), dtype="float32")
+    model, structure, _ = load_model(settings)
     torch.manual_seed(0)
     ids = torch.randint(4, 90, (1, 11))
     seen: list = []
@@ -31,7 +33,7 @@ def test_logits_are_the_targets_own(tmp_path, family: str, changes: dict) -> Non
         expected = model(input_ids=ids, use_cache=False).logits[0]
     handle.remove()
     states = seen[0][0] if isinstance(seen[0], tuple) else seen[0]
-    teacher = load_teacher(str(tmp_path), torch.float32)
+    teacher = load_teacher(settings)
     got = teacher(states.reshape(11, -1))
     assert torch.allclose(got, expected, atol=1e-5)
     assert not torch.allclose(teacher(states.reshape(11, -1).flip(0)), expected, atol=1e-2)

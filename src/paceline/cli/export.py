@@ -17,6 +17,8 @@ from paceline.errors import ConfigError
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from paceline.config import TargetConfig
+    from paceline.config.target import Quantization
     from paceline.contracts import TargetFacts
     from paceline.drafter.spec import DrafterSpec
     from paceline.export.card import Origin
@@ -77,6 +79,7 @@ class Source:
         target: path or hub name of its target.
         trust_remote_code: whether code that comes with the target may run.
         origin: for the model card.
+        adapter, quantization: of the target; see `TargetConfig`.
     """
 
     spec: DrafterSpec
@@ -84,6 +87,21 @@ class Source:
     target: str
     trust_remote_code: bool
     origin: Origin
+    adapter: str | None = None
+    quantization: Quantization = "stored"
+
+    @property
+    def target_settings(self) -> TargetConfig:
+        """The target as settings, in float32."""
+        from paceline.config import TargetConfig
+
+        return TargetConfig(
+            path=self.target,
+            dtype="float32",
+            adapter=self.adapter,
+            quantization=self.quantization,
+            trust_remote_code=self.trust_remote_code,
+        )
 
 
 def run(argv: Sequence[str]) -> int:
@@ -158,7 +176,13 @@ def run_source(source: Path, step: int | None, target: str | None) -> Source:
         versions=facts.get("versions", {}),
     )
     return Source(
-        DrafterSpec.from_dict(values), state, target or settings.target.path, settings.target.trust_remote_code, origin
+        DrafterSpec.from_dict(values),
+        state,
+        target or settings.target.path,
+        settings.target.trust_remote_code,
+        origin,
+        settings.target.adapter,
+        settings.target.quantization,
     )
 
 
@@ -195,10 +219,10 @@ def export(source: Source, out: Path, *, format: Format, dtype: str, check: bool
     from paceline.export.target import check_target
     from paceline.export.weights import content_hash
     from paceline.export.zlab import write_zlab
-    from paceline.target.facts import describe
+    from paceline.target.facts import describe_target
 
     spec, origin = source.spec, source.origin
-    facts = describe(source.target, source.trust_remote_code)
+    facts = describe_target(source.target_settings)
     check_target("drafter", spec, facts, origin.target)
     inputs = _golden_inputs(source, golden)
     note: dict[str, Any] = {"folder": str(out), "format": format, "dtype": dtype, "step": origin.step}
@@ -268,12 +292,11 @@ def _golden_inputs(source: Source, golden: Golden) -> GoldenInputs | None:
     if golden == "random":
         import torch
 
-        embedding, head = load_embedding_and_head(source.target, torch.float32, source.trust_remote_code)
+        embedding, head = load_embedding_and_head(
+            source.target, torch.float32, source.trust_remote_code, source.adapter
+        )
         return target_inputs(spec, embedding, head)
-    from paceline.config.schema import TargetConfig
-
-    settings = TargetConfig(path=source.target, dtype="float32", trust_remote_code=source.trust_remote_code)
-    target = load_target(settings, spec.taps)
+    target = load_target(source.target_settings, spec.taps)
     ids = golden_ids(spec)[:-1].numpy()[None]
     length, none = np.array([ids.shape[1]]), np.zeros(0, np.int64)
     planned = PlannedBatch(0, 0, 0, 0, 0, 0, np.zeros(1, np.int64), ids.shape[1], ids.size, ids.size, 0)

@@ -101,7 +101,7 @@ def prepare_run(settings: Settings, *, replace: bool = False) -> PrepareReport:
             trust_remote_code=settings.target.trust_remote_code,
             progress=hear,
             replace=replace,
-            target=identify_target(settings.target.path),
+            target=identify_target(settings.target),
         )
 
 
@@ -123,17 +123,10 @@ def score_answers(store: str, settings: Settings, count: int) -> OnPolicyReport:
 
     from paceline.data.on_policy import on_policy
     from paceline.data.store import open_store
-    from paceline.target.load import load_model, torch_dtype
+    from paceline.target.load import load_model
 
     opened = open_store(store)
-    target = settings.target
-    model, _, _ = load_model(
-        target.path,
-        dtype=torch_dtype(target.dtype),
-        device=settings.flow.target_devices[0],
-        trust_remote_code=target.trust_remote_code,
-        attention=target.attention,
-    )
+    model, _, _ = load_model(settings.target, settings.flow.target_devices[0])
 
     @torch.no_grad()
     def score(ids: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -165,7 +158,7 @@ def prepare_heldout(settings: Settings) -> PrepareReport:
         count_eligible=count_eligible,
         trust_remote_code=settings.target.trust_remote_code,
         replace=True,
-        target=identify_target(settings.target.path),
+        target=identify_target(settings.target),
     )
 
 

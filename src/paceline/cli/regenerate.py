@@ -65,6 +65,8 @@ class Arguments:
     """Where the target runs with --local."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Type of its weights with --local."""
+    adapter: str | None = None
+    """Folder of a LoRA adapter that is merged into the weights with --local."""
     trust_remote_code: bool = False
     """Whether code that comes with the target may run."""
     json: bool = False
@@ -215,16 +217,18 @@ def _prompts(arguments: Arguments, passed_over: list[str]) -> Iterator[dict[str,
 
 
 def _generator(arguments: Arguments, tokenizer: Any) -> GenerateAnswers:
+    from paceline.config import TargetConfig
     from paceline.data.tokenizer import end_token_ids
     from paceline.target.generate import TargetGenerator
-    from paceline.target.load import load_model, torch_dtype
+    from paceline.target.load import load_model
 
-    model, _, facts = load_model(
-        arguments.target,
-        dtype=torch_dtype(arguments.dtype),
-        device=arguments.device,
+    settings = TargetConfig(
+        path=arguments.target,
+        dtype=arguments.dtype,
+        adapter=arguments.adapter,
         trust_remote_code=arguments.trust_remote_code,
     )
+    model, _, facts = load_model(settings, arguments.device)
     stops = end_token_ids(tokenizer)
     pad = facts.pad_token_id if facts.pad_token_id is not None else (stops[0] if stops else 0)
     return TargetGenerator(model, pad, stops)

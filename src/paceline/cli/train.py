@@ -102,7 +102,7 @@ def ready_store(settings: Settings) -> None:
     else:
         target = settings.target
         check_store(settings.store_path, target.path, settings.data, trust_remote_code=target.trust_remote_code)
-    if warning := other_target(settings.store_path, identify_target(settings.target.path)):
+    if warning := other_target(settings.store_path, identify_target(settings.target)):
         frame.notice(warning)
 
 

@@ -18,25 +18,7 @@ from paceline.config.observe import ObserveConfig
 from paceline.config.optimizer import OptimizerConfig
 from paceline.config.plan import PlanConfig
 from paceline.config.section import Section
-
-DataType = Literal["float32", "bfloat16", "float16"]
-
-
-class TargetConfig(Section):
-    """The frozen language model that the drafter will speed up."""
-
-    path: str
-    """Folder of a Hugging Face causal language model, or its hub name."""
-    dtype: DataType = "bfloat16"
-    """Type of the target's weights and of the features that it hands over."""
-    taps: list[int] | None = None
-    """Tapped layers: id i is the output of 0-based decoder layer i. Unset: spread over the depth by the usual rule."""
-    num_taps: int = Field(default=5, ge=1)
-    """How many layers to tap when `taps` is unset."""
-    attention: Literal["auto", "eager", "sdpa", "flash_attention_2"] = "auto"
-    """Attention implementation that transformers is asked for."""
-    trust_remote_code: bool = False
-    """Whether code that comes with the target may run."""
+from paceline.config.target import TargetConfig
 
 
 class DataConfig(Section):

@@ -7,6 +7,7 @@ Shape letters: V vocabulary, H hidden size.
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import TargetError
+from paceline.target.adapter import adapted_names
 from paceline.target.facts import describe, read_config
 from paceline.target.folder import read_header, resolve_folder, weight_files
+from paceline.target.quantize import stored_quantization
 from paceline.target.structure import Structure, embed_scale
 
 CHUNK = 8192
@@ -65,7 +68,7 @@ def drafter_head(structure: Structure, path: str) -> Tensor:
 
 
 def load_embedding_and_head(
-    path: str, dtype: torch.dtype = torch.float32, trust_remote_code: bool = False
+    path: str, dtype: torch.dtype = torch.float32, trust_remote_code: bool = False, adapter: str | None = None
 ) -> tuple[Tensor, Tensor]:
     """Embedding (as layer 0 sees it) and head of a target, without its other weights where possible.
 
@@ -73,6 +76,7 @@ def load_embedding_and_head(
         path: folder or hub name of the target.
         dtype: type of the result.
         trust_remote_code: whether code that comes with the target may run.
+        adapter: folder of an adapter that is merged.
 
     Returns:
         embedding [V, H] and head [V, H] on the CPU; one and the same tensor where they are tied and unscaled.
@@ -83,6 +87,7 @@ def load_embedding_and_head(
     folder = resolve_folder(path)
     config = read_config(path, trust_remote_code)
     files = {} if path.endswith(".gguf") or getattr(config, "quantization_config", None) else _tensor_places(folder)
+    whole = functools.partial(_load_whole, path, dtype, trust_remote_code, adapter)
     model = build_on_meta(config, trust_remote_code)
     layers = _resting_layers(model, describe(path, trust_remote_code).num_layers)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -92,11 +97,13 @@ def load_embedding_and_head(
     tied = head is not None and head.weight is embedding.weight
     more = [name for name, _ in embedding.named_parameters() if name != "weight"]  # e.g. a norm of its own
     if layers is None or more or not stored or stored[0] is None or (stored[-1] is None and not tied):
-        return _load_whole(path, dtype, trust_remote_code)
+        return whole()
+    if adapter is not None and not _stays_in(model, layers, adapted_names(adapter)):
+        return whole()
     rows = _read(files, stored[0])
     other = _read(files, stored[-1]) if stored[-1] is not None and stored[-1] != stored[0] else rows
     if tied and not torch.equal(rows, other):
-        return _load_whole(path, dtype, trust_remote_code)  # the files contradict the configuration
+        return whole()  # the files contradict the configuration
     _fill(model, embedding, head, layers, rows.to(dtype))
     if head is not None:
         head.weight = embedding.weight if tied else nn.Parameter(other.to(dtype), requires_grad=False)
@@ -196,10 +203,19 @@ def _fill(model: Any, embedding: Any, head: Any, layers: list[nn.Module], weight
                 module.weight = nn.Parameter(weight, requires_grad=False)
 
 
-def _load_whole(path: str, dtype: torch.dtype, trust_remote_code: bool) -> tuple[Tensor, Tensor]:
+def _stays_in(model: Any, layers: list[nn.Module], names: list[str] | None) -> bool:
+    """Whether an adapter's tensors, by name, all change decoder layers, and neither embedding nor head."""
+    home = next(name for name, module in model.named_modules() if module is layers[0]).rpartition(".")[0]
+    return names is not None and all(f".{home}." in name for name in names)
+
+
+def _load_whole(path: str, dtype: torch.dtype, trust_remote_code: bool, adapter: str | None) -> tuple[Tensor, Tensor]:
+    from paceline.config.target import TargetConfig
     from paceline.target.load import load_model
 
-    model, structure, _ = load_model(path, dtype=dtype, device="cpu", trust_remote_code=trust_remote_code)
+    quantization = "none" if stored_quantization(read_config(path, trust_remote_code)) is not None else "stored"
+    settings = TargetConfig(path=path, trust_remote_code=trust_remote_code, adapter=adapter, quantization=quantization)
+    model, structure, _ = load_model(settings, "cpu", dtype)
     del model
     embedding, head = drafter_embedding(structure, path), drafter_head(structure, path)
     return embedding.to(dtype), head.to(dtype)

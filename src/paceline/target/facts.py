@@ -6,9 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+from paceline.config.target import TargetConfig
 from paceline.contracts import TargetFacts
 from paceline.errors import TargetError
+from paceline.target.adapter import identify_adapter
 from paceline.target.folder import fingerprint, identify, resolve_folder
+from paceline.target.gguf_file import gguf_config, identify_gguf
 
 LAYER_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 GENERATORS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
@@ -16,12 +19,23 @@ GENERATORS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 HIDDEN_KEYS = ("hidden_size", "n_embd", "d_model", "dim")
 
 
-def describe(path: str, trust_remote_code: bool = False) -> TargetFacts:
+def describe_target(settings: TargetConfig) -> TargetFacts:
+    """Facts of the target of some settings, its adapter and the quantisation asked for included in its identity."""
+    return describe(
+        settings.path, settings.trust_remote_code, adapter=settings.adapter, quantization=settings.quantization
+    )
+
+
+def describe(
+    path: str, trust_remote_code: bool = False, *, adapter: str | None = None, quantization: str = "stored"
+) -> TargetFacts:
     """Facts of a target, read from its folder.
 
     Args:
         path: folder, ``.gguf`` file or hub name.
         trust_remote_code: whether configuration code that comes with the target may run.
+        adapter: folder of an adapter that will be merged.
+        quantization: see `TargetConfig`.
 
     Raises:
         TargetError: one line: no such folder, no or broken config.json, not a causal language model, sizes missing.
@@ -29,7 +43,7 @@ def describe(path: str, trust_remote_code: bool = False) -> TargetFacts:
     folder = resolve_folder(path)
     config = read_config(path, trust_remote_code)
     text = config.get_text_config(decoder=True)
-    raw = _raw_config(folder)
+    raw = {} if path.endswith(".gguf") else _raw_config(folder)
     num_layers, hidden = _first(text, LAYER_KEYS), _first(text, HIDDEN_KEYS)
     vocab = _first(text, ("vocab_size",))
     missing = [
@@ -41,7 +55,7 @@ def describe(path: str, trust_remote_code: bool = False) -> TargetFacts:
             "such an architecture cannot be a target"
         )
     heads = _first(text, ("num_attention_heads", "n_head", "n_heads"))
-    identity = identify(folder, raw)
+    identity = _identity(path, folder, raw, adapter, quantization)
     return TargetFacts(
         path=path,
         architecture=(config.architectures or [type(config).__name__])[0],
@@ -66,14 +80,27 @@ def describe(path: str, trust_remote_code: bool = False) -> TargetFacts:
     )
 
 
-def identify_target(path: str) -> dict[str, str]:
-    """What makes the target of this path the one it is, part by part (`folder.identify`); weights are not fetched.
+def identify_target(settings: TargetConfig) -> dict[str, str]:
+    """What makes a target the one it is, part by part (`folder.identify`, and its adapter); weights are not fetched.
 
     Raises:
         TargetError: no such folder, or a broken config.json; one line.
     """
-    folder = resolve_folder(path, weights=False)
-    return identify(folder, _raw_config(folder))
+    folder = resolve_folder(settings.path, weights=False)
+    raw = {} if settings.path.endswith(".gguf") else _raw_config(folder)
+    return _identity(settings.path, folder, raw, settings.adapter, settings.quantization)
+
+
+def _identity(path: str, folder: Path, raw: dict[str, Any], adapter: str | None, quantization: str) -> dict[str, str]:
+    if path.endswith(".gguf"):
+        parts = identify_gguf(folder / Path(path).name)
+    else:
+        parts = identify(folder, raw)
+    if quantization != "stored":
+        parts["quantization"] = quantization
+    if adapter is not None:
+        parts["adapter"] = identify_adapter(adapter)
+    return parts
 
 
 def read_config(path: str, trust_remote_code: bool = False) -> Any:
@@ -81,9 +108,15 @@ def read_config(path: str, trust_remote_code: bool = False) -> Any:
     folder = resolve_folder(path)
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "local_files_only": True}
     if path.endswith(".gguf"):
-        options["gguf_file"] = Path(path).name
-    elif not (folder / "config.json").is_file():
-        raise TargetError(f"target.path = {path}: holds no config.json; give the folder of a Hugging Face causal LM")
+        config = gguf_config(folder / Path(path).name)
+        _check_causal(path, config, {})
+        return config
+    if not (folder / "config.json").is_file():
+        files = sorted(file.name for file in folder.glob("*.gguf"))
+        hint = f"or its {files[0]}" if files else "or a .gguf file"
+        raise TargetError(
+            f"target.path = {path}: holds no config.json; give the folder of a Hugging Face causal LM, {hint}"
+        )
     raw = _raw_config(folder)
     if raw.get("auto_map") and not trust_remote_code and not _known_type(raw.get("model_type")):
         raise TargetError(

@@ -118,7 +118,7 @@ def identify(folder: Path, config: Mapping[str, Any], weights: Sequence[Path] | 
         parts["quantization"] = _hash(json.dumps(quantization, sort_keys=True, default=str).encode())
     files = weights or weight_files(folder) or sorted([*folder.glob("*.bin"), *folder.glob("*.gguf")])
     if any(file.is_file() for file in files):
-        parts["weights"] = hash_weights(files)
+        parts["weights"] = hash_files(files)
     words = [folder / name for name in TOKENIZER_FILES if (folder / name).is_file()]
     if words:
         parts["tokenizer"] = _hash(*(file.name.encode() + hashlib.sha256(file.read_bytes()).digest() for file in words))
@@ -130,8 +130,8 @@ def fingerprint(identity: Mapping[str, str]) -> str:
     return _hash(json.dumps(dict(identity), sort_keys=True).encode())
 
 
-def hash_weights(files: Sequence[Path]) -> str:
-    """Hash of weight files: headers and samples of their bytes; see `identify`."""
+def hash_files(files: Sequence[Path]) -> str:
+    """Hash of weight files, or of small files beside them: headers and samples of their bytes; see `identify`."""
     digest = hashlib.sha256()
     for file in files:
         if file.suffix == ".safetensors":

@@ -62,7 +62,7 @@ class Target:
     @property
     def head(self) -> Tensor:
         """Weight of the language model head, [V, H]; TargetError where it has a bias or is no linear map."""
-        return drafter_head(self.structure, self.facts.path)
+        return drafter_head(self.structure, self.facts.path).to(self.device)
 
     @torch.no_grad()
     def features(self, host: HostBatch, out: Tensor | None = None, *, with_last: bool = False) -> FeatureBatch:

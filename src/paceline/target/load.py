@@ -13,13 +13,16 @@ from typing import Any
 
 import torch
 
-from paceline.config.schema import TargetConfig
+from paceline.config.target import TargetConfig
 from paceline.contracts import TargetFacts
 from paceline.errors import TargetError
+from paceline.target.adapter import merge_adapter
 from paceline.target.ends import load_embedding_and_head, model_class
-from paceline.target.facts import describe, first_line, read_config
+from paceline.target.facts import describe_target, first_line, read_config
 from paceline.target.folder import resolve_folder
 from paceline.target.frozen import Target
+from paceline.target.placement import home_of, placement_options
+from paceline.target.quantize import quantised, quantization_options, widen
 from paceline.target.structure import Structure, find_structure
 from paceline.target.taps import check_taps
 
@@ -49,49 +52,61 @@ def load_target(
     Args:
         settings: the target's settings.
         taps: layer ids to tap, in feature order.
-        device: where its embedding lies and its features come out.
+        device: where its embedding lies and its features come out, unless ``device_map`` says otherwise.
         dtype: type of weights and features; the settings' type where None.
 
     Raises:
         TargetError: one line: no model, unreadable or incomplete weights, impossible taps, no decoder layers found.
     """
-    check_taps(taps, describe(settings.path, settings.trust_remote_code).num_layers)
-    model, structure, facts = load_model(
-        settings.path,
-        dtype=torch_dtype(dtype or settings.dtype),
-        device=device,
-        trust_remote_code=settings.trust_remote_code,
-        attention=settings.attention,
-    )
+    check_taps(taps, describe_target(settings).num_layers)
+    model, structure, facts = load_model(settings, device, dtype)
     return Target(model, structure, facts, taps)
 
 
 def load_model(
-    path: str,
-    *,
-    dtype: torch.dtype,
-    device: str | torch.device,
-    trust_remote_code: bool = False,
-    attention: str = "auto",
+    settings: TargetConfig, device: str | torch.device = "cpu", dtype: str | torch.dtype | None = None
 ) -> tuple[Any, Structure, TargetFacts]:
-    """A frozen model in evaluation mode, its parts, its facts.
+    """A frozen model in evaluation mode, its adapter merged, its parts, its facts.
+
+    Args:
+        settings: the target's settings.
+        device: where it lies, unless ``device_map`` says otherwise.
+        dtype: type of its plain weights; the settings' type where None.
 
     Raises:
         TargetError: one line.
     """
-    facts = describe(path, trust_remote_code)
-    config = read_config(path, trust_remote_code)
+    facts = describe_target(settings)
+    config = read_config(settings.path, settings.trust_remote_code)
+    wanted = torch_dtype(dtype or settings.dtype)
+    model = _load(settings, config, wanted, device)
+    if settings.quantization == "none":
+        model = widen(settings.path, model, wanted)
+    if settings.adapter is not None:
+        model = merge_adapter(model, settings.adapter)
+    model.requires_grad_(False).eval()
+    if getattr(model, "hf_device_map", None) is None:
+        model.to(device)
+    home_of(model.get_input_embeddings(), settings.path)
+    return model, find_structure(model, facts.num_layers), facts
+
+
+def _load(settings: TargetConfig, config: Any, dtype: torch.dtype, device: str | torch.device) -> Any:
+    """The model of a configuration with the folder's weights, complete, placed where it is spread or quantised."""
+    path = settings.path
     options: dict[str, Any] = {
+        **quantization_options(path, config, settings.quantization, dtype),
+        **placement_options(settings.device_map, device, quantised=quantised(config, settings.quantization)),
         "config": config,
         "dtype": dtype,
-        "trust_remote_code": trust_remote_code,
+        "trust_remote_code": settings.trust_remote_code,
         "local_files_only": True,
         "output_loading_info": True,
     }
     if dtype == torch.float64 and _has_experts_choice():
         options["experts_implementation"] = "eager"  # grouped kernels know no float64
-    if attention != "auto":
-        options["attn_implementation"] = attention
+    if settings.attention != "auto":
+        options["attn_implementation"] = settings.attention
     if path.endswith(".gguf"):
         options["gguf_file"] = Path(path).name
     try:
@@ -100,9 +115,7 @@ def load_model(
     except (OSError, ValueError, RuntimeError, ImportError, KeyError, TypeError, AttributeError) as fault:
         raise TargetError(f"target.path = {path}: its weights cannot be loaded ({first_line(fault)})") from fault
     _check_complete(path, info)
-    model.requires_grad_(False).eval()
-    model.to(device)
-    return model, find_structure(model, facts.num_layers), facts
+    return model
 
 
 def _has_experts_choice() -> bool:

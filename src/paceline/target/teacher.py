@@ -13,8 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paceline.config.target import TargetConfig
 from paceline.errors import TargetError
+from paceline.target.facts import read_config
 from paceline.target.load import load_model
+from paceline.target.quantize import quantised
 from paceline.target.structure import Structure, hooked, main_output, run_plain
 
 
@@ -66,15 +69,20 @@ class Teacher:
         return forward
 
 
-def load_teacher(
-    path: str, dtype: torch.dtype, device: str | torch.device = "cpu", trust_remote_code: bool = False
-) -> Teacher:
+def load_teacher(settings: TargetConfig, device: str | torch.device = "cpu") -> Teacher:
     """The teacher of a target; its layers are loaded for a moment, on the CPU, and let go.
+
+    Quantised weights are placed by their quantiser, so such layers pass through `device` itself.
 
     Raises:
         TargetError: no such target, or one that cannot teach; one line.
     """
-    model, structure, _ = load_model(path, dtype=dtype, device="cpu", trust_remote_code=trust_remote_code)
-    teacher = Teacher(model, structure, path)
+    config = read_config(settings.path, settings.trust_remote_code)
+    whole = settings.model_copy(update={"device_map": None})
+    if quantised(config, settings.quantization):
+        model, structure, _ = load_model(whole, device)
+        return Teacher(model, structure, settings.path)
+    model, structure, _ = load_model(whole, "cpu")
+    teacher = Teacher(model, structure, settings.path)
     model.to(device)
     return teacher

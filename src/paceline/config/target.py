@@ -1,0 +1,37 @@
+"""Settings of the target."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from paceline.config.section import Section
+
+DataType = Literal["float32", "bfloat16", "float16"]
+Quantization = Literal["stored", "none", "8bit", "4bit"]
+
+
+class TargetConfig(Section):
+    """The frozen language model that the drafter will speed up."""
+
+    path: str
+    """Folder of a Hugging Face causal language model, a .gguf file, or a hub name."""
+    dtype: DataType = "bfloat16"
+    """Type of the target's weights and of the features that it hands over."""
+    adapter: str | None = None
+    """Folder of a LoRA adapter (PEFT) that is merged into the weights on loading."""
+    quantization: Quantization = "stored"
+    """stored: weights as the folder has them. none: quantised weights are widened to `dtype`. 8bit, 4bit: bitsandbytes
+    quantises plain weights on loading."""
+    taps: list[int] | None = None
+    """Tapped layers: id i is the output of 0-based decoder layer i. Unset: spread over the depth by the usual rule."""
+    num_taps: int = Field(default=5, ge=1)
+    """How many layers to tap when `taps` is unset."""
+    attention: Literal["auto", "eager", "sdpa", "flash_attention_2"] = "auto"
+    """Attention implementation that transformers is asked for."""
+    device_map: Literal["auto"] | list[str] | dict[str, str] | None = None
+    """Spreads one target worker over several devices: auto, a list of devices, or a device for each module name.
+    Unset: all of it on the worker's entry of `flow.target_devices`."""
+    trust_remote_code: bool = False
+    """Whether code that comes with the target may run."""
