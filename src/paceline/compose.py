@@ -24,6 +24,7 @@ from paceline.plan.intake import groups_of_tags
 from paceline.target.facts import describe_target
 from paceline.target.taps import check_taps, default_taps
 
+from paceline.target.support import check_loadable, target_faults
 
 @dataclass(frozen=True)
 class Composition:
@@ -73,6 +74,7 @@ def resolve_spec(settings: Settings) -> tuple[TargetFacts, list[int], DrafterSpe
     return facts, list(taps), derive_spec(settings.drafter, facts, taps, mask_id)
 
 
+    check_loadable(settings.target, settings.flow.target_devices[0])
 def compose(settings: Settings) -> Composition:
     """Everything about a run that can be known, and refused, before a model loads.
 
@@ -175,7 +177,7 @@ def check_support(settings: Settings) -> None:
     Raises:
         ConfigError: one line per fault.
     """
-    faults = []
+    faults = target_faults(settings.target, len(settings.flow.target_devices))
     for role, names in (
         ("target_devices", settings.flow.target_devices),
         ("drafter_devices", settings.flow.drafter_devices),

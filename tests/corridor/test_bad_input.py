@@ -151,6 +151,12 @@ def test_a_target_that_changed_under_the_run(make_run: MakeRun, tmp_path: Path, 
     assert "prepared for another target, which differs in configuration;" in told
 
 
+def test_a_device_that_the_target_cannot_spread_to(make_run: MakeRun, tmp_path: Path, capfd) -> None:
+    settings = make_run(target={"device_map": ["cuda:63"]})
+    assert "target.device_map: cuda:63: no such device here" in refused(["train", str(settings)], capfd, 1)
+    assert not (tmp_path / "run").exists()
+
+
 def test_unknown_command_and_flag(capfd) -> None:
     assert main(["trian", "x"]) == 2
     assert "did you mean train?" in capfd.readouterr().err
@@ -165,6 +171,11 @@ def test_unknown_command_and_flag(capfd) -> None:
         ({"drafter": {"head": "liger"}}, "liger trains on CUDA only"),
         ({"drafter": {"head": "torch"}, "objective": {"terms": {"kl": 1.0}}}, "torch knows cross entropy alone"),
         ({"seed": 2**64}, "seed"),
+        ({"target": {"adapter": "tuned", "quantization": "8bit"}}, "cannot be merged into weights that are quantised"),
+        (
+            {"target": {"device_map": "auto"}, "flow": {"mode": "pipeline", "target_devices": ["cpu", "cpu"]}},
+            "list one",
+        ),
         ({"objective": {"gamma": 1e-50}}, "objective.gamma"),
     ],
 )

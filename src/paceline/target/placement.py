@@ -35,6 +35,12 @@ def placement_options(device_map: Map, device: str | torch.device, *, quantised:
         return {"device_map": {"": str(device)}}
     if isinstance(device_map, dict):
         check_devices(list(device_map.values()), allowed=("disk",))
+        inside = [(inner, outer) for inner in device_map for outer in device_map if _lies_in(inner, outer)]
+        if inside:
+            raise TargetError(
+                f"target.device_map: {inside[0][0]} lies inside {inside[0][1] or 'the model'}, which has a device of "
+                "its own; name the parts so that each lies in one of them"
+            )
         return {"device_map": dict(device_map)}
     if device_map == "auto":
         return {"device_map": "auto"}
@@ -45,6 +51,10 @@ def placement_options(device_map: Map, device: str | torch.device, *, quantised:
     room = get_max_memory()
     keys = [int(name.partition(":")[2] or 0) if name.startswith("cuda") else name for name in device_map]
     return {"device_map": "auto", "max_memory": {key: room[key] for key in keys}}
+
+
+def _lies_in(inner: str, outer: str) -> bool:
+    return inner != outer and (not outer or inner.startswith(f"{outer}."))
 
 
 def check_devices(names: list[str], allowed: tuple[str, ...] = ()) -> None:
