@@ -45,6 +45,22 @@ def test_json_and_table(target, folder, demo_assets, capsys):
     assert "τ, over target passes" in shown and "2 of 2" in shown
 
 
+def test_prompt_sets_give_their_tags_and_later_turns(target, folder, tmp_path, capsys):
+    sums, talk = tmp_path / "test.jsonl", tmp_path / "question.jsonl"
+    sums.write_text(json.dumps({"question": "What is 1 and 1?", "answer": "#### 2"}) + "\n", encoding="utf-8")
+    row = {"question_id": 5, "category": "stem", "turns": ["What is rain?", "And snow?"]}
+    talk.write_text(json.dumps(row) + "\n", encoding="utf-8")
+    words = ["evaluate", folder, "--target", target, "--prompts", f"gsm8k:{sums}", f"mt-bench:{talk}"]
+    assert main([*words, "--json", "--evaluate.max_new_tokens", "6"]) == 0
+    (report,) = json.loads(capsys.readouterr().out).values()
+    assert [row["id"] for row in report["rows"]] == [f"{sums}:1", "mt-bench/5", "mt-bench/5#turn-2"]
+    assert list(report["by_tag"]) == ["gsm8k", "mt-bench", "mt-bench:stem", "mt-bench:turn-1", "mt-bench:turn-2"]
+    passes = {tag: group["passes"] for tag, group in report["by_tag"].items()}
+    assert passes["mt-bench"] == passes["mt-bench:turn-1"] + passes["mt-bench:turn-2"]
+    assert passes["gsm8k"] + passes["mt-bench"] == report["passes"]
+    assert report["lossless"]["faults"] == 0
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
@@ -53,6 +69,8 @@ def test_json_and_table(target, folder, demo_assets, capsys):
         (["{folder}", "--target", "{target}", "--step", "3", "--prompts", "x"], "only runs have steps"),
         (["nowhere"], "neither a run directory nor a drafter folder"),
         (["{folder}", "--target", "nowhere/at/all", "--prompts", "x"], "no such"),
+        (["{folder}", "--target", "{target}", "--prompts", "gsm9k:x"], "no prompt set is called gsm9k"),
+        (["{folder}", "--target", "{target}", "--prompts", "gsm8k:{target}/config.json"], "no row of GSM8K"),
     ],
 )
 def test_faults_are_one_line(target, folder, capsys, words, says):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +29,7 @@ token, and against the drafts of the training forward. Several drafters are show
 Examples:
   paceline evaluate runs/first
   paceline evaluate runs/first --prompts chats.jsonl --evaluate.max-new-tokens 512
+  paceline evaluate runs/first --prompts gsm8k:gsm8k/test.jsonl mt-bench:question.jsonl --evaluate.num-prompts 160
   paceline evaluate drafters/a drafters/b --target models/target --prompts chats.jsonl --json
 """
 
@@ -41,7 +41,8 @@ class Arguments:
     drafters: Annotated[tuple[Path, ...], tyro.conf.Positional]
     """Run directories (their newest checkpoint), or exported drafter folders."""
     prompts: list[str] | None = None
-    """Files of chats (JSONL). Unset: the held-out files of the run."""
+    """Files of chats, or of published sets: gsm8k:FILE, math-500:FILE, humaneval:FILE, mbpp:FILE, mt-bench:FILE.
+    Unset: the held-out files of the run."""
     target: str | None = None
     """Folder or hub name of the target. Unset: the run's; needed for drafter folders."""
     step: int | None = None
@@ -151,46 +152,17 @@ def evaluate_drafter(
     Raises:
         PacelineError: one line for each fault.
     """
-    from paceline.data.chats import render_prompts
-    from paceline.data.tokenizer import load_tokenizer
-    from paceline.evaluate.run import evaluate
-    from paceline.target.load import load_target
+    from paceline.verifier import Verifier
 
-    prompts = render_prompts(
-        settings.data.heldout,
-        settings.target.path,
-        settings.evaluate.num_prompts,
-        trust_remote_code=settings.target.trust_remote_code,
-    )
-    tokenizer = load_tokenizer(settings.target.path, settings.target.trust_remote_code)
-    target = load_target(settings.target, network.spec.taps, device, settings.evaluate.dtype)
+    verifier = Verifier(settings, network.spec.taps, device)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=frame.stderr, transient=True) as bar:
-        task = bar.add_task(f"decoding {escape(title)}", total=len(prompts))
-        return evaluate(
-            target,
-            network.to(device).eval(),
-            prompts,
-            settings.evaluate,
-            progress=lambda done, _: bar.update(task, completed=done),
+        task = bar.add_task(f"decoding {escape(title)}", total=len(verifier.prompts))
+        return verifier.measure(
+            network,
             check_lossless=check_lossless,
-            pieces=functools.partial(text_pieces, tokenizer),
+            progress=lambda done, _: bar.update(task, completed=done),
         )
-
-
-def text_pieces(tokenizer: Any, ids: Sequence[int]) -> list[str]:
-    """The text that each token adds; the bytes of a character that spans tokens are shown with the last of them."""
-    pieces: list[str] = []
-    # Spaces depend on the token before, so each token is decoded behind the piece that came before it.
-    before, begun = 0, 0
-    for end in range(1, len(ids) + 1):
-        shown, whole = (tokenizer.decode(list(ids[before:stop]), skip_special_tokens=False) for stop in (begun, end))
-        if whole.endswith("\ufffd") and end < len(ids):
-            pieces.append("")
-            continue
-        pieces.append(whole[len(shown) :])
-        before, begun = begun, end
-    return pieces
 
 
 def show(reports: Mapping[str, EvaluationReport]) -> None:

@@ -86,7 +86,7 @@ class EvaluateConfig(Section):
     """Real decoding of held-out prompts."""
 
     num_prompts: int = Field(default=64, ge=1)
-    """At most this many prompts, the first of the file."""
+    """At most this many prompts: the first of each file, in turn."""
     max_new_tokens: int = Field(default=256, ge=1)
     """Longest answer."""
     dtype: Literal["float64", "float32", "bfloat16"] = "float32"
