@@ -36,7 +36,8 @@ def test_a_row_cap_leaves_most_labels_of_long_samples_out() -> None:
 
 def test_lengths_are_counted_in_powers_of_two() -> None:
     lengths = np.array([1, 2, 3, 4, 5, 8, 9, 64])
-    assert length_histogram(lengths) == [
+    each = np.ones(8, dtype=np.int64)
+    assert length_histogram(lengths, each) == [
         [1, 1, 1],
         [2, 1, 2],
         [4, 2, 7],
@@ -45,8 +46,14 @@ def test_lengths_are_counted_in_powers_of_two() -> None:
         [32, 0, 0],
         [64, 1, 64],
     ]
-    assert length_histogram(lengths[:0]) == [] and length_percentiles(lengths[:0]) == {}
-    assert length_percentiles(lengths, (50, 100)) == {"50": 4, "100": 64}
+    assert length_histogram(lengths[:0], each[:0]) == [] and length_percentiles(lengths[:0], each[:0]) == {}
+    assert length_percentiles(lengths, each, (50, 100)) == {"50": 4, "100": 64}
+
+
+def test_percentiles_of_counted_lengths_are_those_of_the_lengths() -> None:
+    drawn = np.random.default_rng(0).integers(1, 90, size=1001)
+    found = length_percentiles(*np.unique(drawn, return_counts=True), range(101))
+    assert found == {str(p): int(np.percentile(drawn, p, method="lower")) for p in range(101)}
 
 
 def test_tallies_add_in_order_and_survive_json() -> None:

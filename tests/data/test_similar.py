@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-import numpy as np
+from pathlib import Path
 
-from paceline.data.similar import NEAR, Prompts, first_of_each, near_duplicates, signature
+import numpy as np
+import pytest
+
+from paceline.data import similar
+from paceline.data.similar import NEAR, Prompts, near_duplicates, repeats, signature
 
 
 def grams(ids: np.ndarray) -> set[tuple[int, ...]]:
@@ -32,7 +36,9 @@ def test_short_samples_have_signatures_too() -> None:
         assert (signature(ids) == signature(ids + 1)).mean() < NEAR
 
 
-def test_near_duplicates_are_those_of_all_pairs() -> None:
+@pytest.mark.parametrize("stretch", [7, 1 << 14])
+def test_near_duplicates_are_those_of_all_pairs(stretch: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(similar, "_STRETCH", stretch)
     rng = np.random.default_rng(1)
     samples = [rng.integers(0, 5000, size=300).astype(np.int32) for _ in range(30)]
     for row in range(0, 30, 3):
@@ -40,15 +46,30 @@ def test_near_duplicates_are_those_of_all_pairs() -> None:
         twin[5] += 1
         samples.append(twin)
     signatures = np.stack([signature(ids) for ids in samples])
-    found = near_duplicates(len(samples), lambda rows: signatures[rows])
-    for row in range(len(samples)):
-        alike = [k for k in range(row) if (signatures[k] == signatures[row]).mean() >= NEAR]
-        assert found[row] == (alike[0] if alike else -1)
-    assert (found[30:] == np.arange(0, 30, 3)).mean() >= 0.9 and (found[:30] == -1).all()
+    found: dict[int, int] = {}
+    for rows, twins in near_duplicates(len(samples), lambda rows: signatures[rows], tmp_path):
+        assert not found.keys() & set(rows.tolist())
+        found.update(zip(rows.tolist(), twins.tolist(), strict=True))
+    alike = {
+        row: [k for k in range(row) if (signatures[k] == signatures[row]).mean() >= NEAR] for row in range(len(samples))
+    }
+    assert found == {row: twins[0] for row, twins in alike.items() if twins}
+    assert len(found) >= 9 and min(found) >= 30
 
 
-def test_first_of_each() -> None:
-    assert first_of_each(np.array([3, 1, 3, 2, 1], dtype=np.uint64)).tolist() == [True, True, False, True, False]
+@pytest.mark.parametrize("share", [3, 50, 1 << 17])
+@pytest.mark.parametrize("distinct", [1, 40, 10**9])
+def test_repeats_are_those_of_a_dictionary(
+    share: int, distinct: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(similar, "_SHARE", share)
+    keys = np.random.default_rng(0).integers(0, distinct, size=300).astype(np.uint64)
+    first: dict[int, int] = {}
+    expected = {row: first[key] for row, key in enumerate(keys.tolist()) if first.setdefault(key, row) != row}
+    chunks = np.split(keys, [0, 5, 120])
+    told = [pair for rows, firsts in repeats(chunks, 300, tmp_path) for pair in zip(rows, firsts, strict=True)]
+    assert sorted(told) == sorted(expected.items()) and len(told) == 300 - len(first)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_held_out_prompts_are_found_exactly_and_nearly() -> None:

@@ -102,6 +102,24 @@ def test_without_a_share_nothing_is_held_out_and_too_few_documents_are_told(
         run([one], tmp_path / "all", chatml, heldout_share=1 - 1e-9)
 
 
+def test_held_out_rows_keep_the_tags_of_their_file_and_are_there_once(
+    tmp_path: Path, chatml: str, write_rows: Write
+) -> None:
+    often = write_rows([{**row, "tags": ["own", "code"]} for row in ROWS[:30]], "often.jsonl")
+    rare = write_rows(ROWS[30:], "rare.jsonl")
+    report = run([f"{often}#tag=code&weight=3", f"{rare}#weight=0.01"], tmp_path / "store", chatml)
+    held = [json.loads(line) for line in (tmp_path / "store" / HELDOUT).read_text(encoding="utf-8").splitlines()]
+    questions = {row["messages"][0]["content"]: row.get("tags") for row in held}
+    first = [f"question {n}" for n in range(30) if is_held_out(f'document "book {n % 17}"'.encode(), 0.3)]
+    second = [f"question {n}" for n in range(30, 60) if is_held_out(f'document "book {n % 17}"'.encode(), 0.3)]
+    assert first and second and questions == {key: ["code", "own"] for key in first} | dict.fromkeys(second)
+    assert len(held) == len(questions) == report.heldout_rows
+    text = f"run_dir: {tmp_path / 'run'}\ntarget: {{path: {chatml}}}\ndata: {{train: ['{rare}'], heldout_share: 0.3}}\n"
+    (tmp_path / "run.yaml").write_text(text, encoding="utf-8")
+    settings = load_settings(tmp_path / "run.yaml", {"data.store": str(tmp_path / "store")})
+    assert prepare_heldout(settings).tags["code"].samples == len(first)
+
+
 def test_evaluation_uses_what_was_split_off(tmp_path: Path, chatml: str, write_rows: Write) -> None:
     rows = write_rows(ROWS)
     text = f"run_dir: {tmp_path / 'run'}\ntarget: {{path: {chatml}}}\ndata: {{train: ['{rows}'], heldout_share: 0.3}}\n"

@@ -96,7 +96,7 @@ def read_row(row: Any, *, answered: bool = True) -> Row:
     """
     if not isinstance(row, Mapping):
         raise SetAside("no_messages", f"a row is an object, this is a {type(row).__name__}")
-    tags = _tags(row)
+    tags = tags_of(row)
     if row.get("messages") is not None:
         return _conversation(row, _turns(row["messages"]), tags, answered)
     if row.get("conversations") is not None:
@@ -231,7 +231,8 @@ def _ready(row: Mapping[str, Any], tags: tuple[str, ...]) -> ReadyTokens:
     return ReadyTokens(ids, [bool(item) for item in mask], tags)
 
 
-def _tags(row: Mapping[str, Any]) -> tuple[str, ...]:
+def tags_of(row: Mapping[str, Any]) -> tuple[str, ...]:
+    """The words in `tags` or `tag` of a row."""
     found = row.get("tags", row.get("tag", ()))
     listed = [found] if isinstance(found, str) else list(found) if isinstance(found, (list, tuple)) else []
     words = [f"{word}".replace(",", " ").strip() for word in listed]

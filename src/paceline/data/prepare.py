@@ -23,12 +23,12 @@ from paceline.config import DataConfig
 from paceline.contracts import JsonDict, differing_parts
 from paceline.data import store as stored
 from paceline.data.conversation import Conversation, SetAside, read_row
-from paceline.data.finish import finish
+from paceline.data.finish import finish, sweep
 from paceline.data.lock import store_lock
 from paceline.data.report import PrepareReport
 from paceline.data.similar import Prompts, prompt_of
 from paceline.data.sources import Piece, Source, find_files, read_piece, scan
-from paceline.data.tokenise import PieceWorker, finished, start_worker, tokenise_piece
+from paceline.data.tokenise import PieceWorker, finished, start_worker, store_folder, tokenise_piece
 from paceline.data.tokenizer import fingerprint_template, fingerprint_tokenizer, load_tokenizer
 from paceline.errors import DataError
 
@@ -95,9 +95,11 @@ def prepare(
     fingerprint = hashlib.blake2b(json.dumps(ingredients, sort_keys=True).encode(), digest_size=16).hexdigest()
     with store_lock(store, lambda: hear("waiting", 0, 1)):
         if (found := _found_store(store, fingerprint, ingredients, replace=replace)) is not None:
+            if os.access(store.parent, os.W_OK):
+                sweep(store, fingerprint[:12])
             return found
         aside = store.with_name(f".{store.name}.{fingerprint[:12]}.unfinished")
-        aside.mkdir(parents=True, exist_ok=True)
+        store_folder(aside).mkdir(parents=True, exist_ok=True)
         worker = PieceWorker(
             tokenizer_path, trust_remote_code, settings, count_eligible, str(aside), _heldout_prompts(held_pieces)
         )

@@ -181,23 +181,31 @@ class PrepareReport:
         return cls(**given)
 
 
-def length_histogram(lengths: np.ndarray) -> list[list[int]]:
-    """[upper length, samples, tokens] for bins whose upper edges are powers of two, the empty ends left out."""
+def length_histogram(lengths: np.ndarray, samples: np.ndarray) -> list[list[int]]:
+    """[upper length, samples, tokens] for bins whose upper edges are powers of two, the empty ends left out.
+
+    Args:
+        lengths: distinct lengths, ascending, int64.
+        samples: how many samples have each, int64.
+    """
     if not len(lengths):
         return []
     bins = np.ceil(np.log2(np.maximum(lengths, 1))).astype(np.int64)
     rows: list[list[int]] = []
-    for exponent in range(int(bins.min()), int(bins.max()) + 1):
-        inside = lengths[bins == exponent]
-        rows.append([2**exponent, len(inside), int(inside.sum())])
+    for exponent in range(int(bins[0]), int(bins[-1]) + 1):
+        inside = bins == exponent
+        rows.append([2**exponent, int(samples[inside].sum()), int((lengths * samples)[inside].sum())])
     return rows
 
 
-def length_percentiles(lengths: np.ndarray, percents: Iterable[int] = (1, 10, 50, 90, 99, 100)) -> dict[str, int]:
-    """Lengths at the given percentiles (lower value), in tokens."""
+def length_percentiles(
+    lengths: np.ndarray, samples: np.ndarray, percents: Iterable[int] = (1, 10, 50, 90, 99, 100)
+) -> dict[str, int]:
+    """Lengths at the given percentiles (lower value), in tokens; arguments as of `length_histogram`."""
     if not len(lengths):
         return {}
-    return {str(p): int(np.percentile(lengths, p, method="lower")) for p in percents}
+    upto = np.cumsum(samples)
+    return {str(p): int(lengths[np.searchsorted(upto, p * (upto[-1] - 1) // 100, side="right")]) for p in percents}
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +238,9 @@ def anchor_coverage(eligible: np.ndarray, *, num_anchors: int, block_size: int) 
         num_anchors: cap a sample.
         block_size: slots of a block.
     """
-    counts, samples = np.unique(eligible, return_counts=True)
+    of_each = np.bincount(eligible)
+    counts = np.flatnonzero(of_each)
+    samples = of_each[counts]
     drawn = np.minimum(counts, num_anchors)
     reached = 0.0
     for total, anchors, times in zip(counts.tolist(), drawn.tolist(), samples.tolist(), strict=True):

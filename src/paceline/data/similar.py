@@ -7,7 +7,11 @@ bands of four places and then whole.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import IO
 
 import numpy as np
 
@@ -23,6 +27,12 @@ _BIN_BITS = SIGNATURE.bit_length() - 1
 _BINS = np.arange(SIGNATURE, dtype=np.uint64)
 _EDGES = _BINS << np.uint64(64 - _BIN_BITS)
 _MIX = np.uint64(0x9E3779B97F4A7C15)
+_RECORD = np.dtype([("key", np.uint64), ("row", np.int64)])
+_SHARE = 1 << 17
+"""Records that are looked at at once (2 MB)."""
+_MOST_FILES = 256
+_STRETCH = 1 << 14
+"""Signatures that are read at once (2 MB)."""
 
 
 def content_hash(ids: np.ndarray) -> int:
@@ -53,39 +63,76 @@ def signature(ids: np.ndarray) -> np.ndarray:
     return ((found[source] >> np.uint64(16)) + offset.astype(np.uint64) * _MIX).astype(np.uint32)
 
 
-def first_of_each(hashes: np.ndarray) -> np.ndarray:
-    """True where a hash stands for the first time, bool [num_samples]."""
-    first = np.zeros(len(hashes), dtype=bool)
-    first[np.unique(hashes, return_index=True)[1]] = True
-    return first
+def repeats(chunks: Iterable[np.ndarray], num_rows: int, folder: Path) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Rows whose key came earlier, with the first row of that key: two int64 arrays a time, each row once, in no order.
+
+    Keys are shared out by their value to files, about `_SHARE` to each, and looked at file by file: memory does not
+    grow with the rows (but for distinct keys beyond `_MOST_FILES · _SHARE`, 34 million).
+
+    Args:
+        chunks: uint64 keys of row 0, 1, 2 ...
+        num_rows: about how many.
+        folder: where the files are; they have no names there, and are gone when they are closed.
+    """
+    count = min(_MOST_FILES, 1 + num_rows // _SHARE)
+    row = 0
+    with ExitStack() as opened:
+        files = [opened.enter_context(tempfile.TemporaryFile(dir=folder)) for _ in range(count)]
+        for keys in chunks:
+            records = np.empty(len(keys), dtype=_RECORD)
+            records["key"], records["row"] = keys, np.arange(row, row + len(keys))
+            row += len(keys)
+            shares = keys % np.uint64(count)
+            for share, file in enumerate(files):
+                records[shares == share].tofile(file)
+        for file in files:
+            file.seek(0)
+            yield from _repeats_in(file)
 
 
-def near_duplicates(num_samples: int, signatures: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
-    """For each sample the earlier one that it nearly equals, or -1; int64 [num_samples].
+def _repeats_in(file: IO[bytes]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    known = np.empty(0, dtype=_RECORD)
+    while len(records := np.fromfile(file, dtype=_RECORD, count=_SHARE)):
+        both = np.concatenate([known, records])
+        known = both[np.unique(both["key"], return_index=True)[1]]
+        first = known["row"][np.searchsorted(known["key"], records["key"])]
+        again = first != records["row"]
+        yield records["row"][again], first[again]
+
+
+def near_duplicates(
+    num_samples: int, signatures: Callable[[np.ndarray], np.ndarray], folder: Path
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Samples that nearly equal an earlier one, with that one: two int64 arrays a time, each sample once, in no order.
 
     Args:
         num_samples: how many.
         signatures: rows → uint32 [rows, SIGNATURE]; asked in stretches, so that they need not be in memory at once.
+        folder: for files of keys.
     """
-    twin = np.full(num_samples, -1, dtype=np.int64)
-    step = 65_536
+    found = np.zeros(num_samples, dtype=bool)
     for band in range(SIGNATURE // _BAND):
-        columns = slice(band * _BAND, (band + 1) * _BAND)
-        keys = np.zeros(num_samples, dtype=np.uint64)
-        for start in range(0, num_samples, step):
-            rows = np.arange(start, min(start + step, num_samples))
-            part = signatures(rows)[:, columns].astype(np.uint64)
-            for place in range(_BAND):
-                keys[rows] = (keys[rows] ^ part[:, place]) * _MIX
-                keys[rows] ^= keys[rows] >> np.uint64(31)
-        _, first, inverse = np.unique(keys, return_index=True, return_inverse=True)
-        leader = first[inverse]
-        members = np.flatnonzero((leader != np.arange(num_samples)) & (twin < 0))
-        for start in range(0, len(members), step):
-            rows = members[start : start + step]
-            alike = (signatures(rows) == signatures(leader[rows])).mean(axis=1)
-            twin[rows[alike >= NEAR]] = leader[rows[alike >= NEAR]]
-    return twin
+        places = range(band * _BAND, (band + 1) * _BAND)
+        keys = (_band_keys(signatures(rows), places) for rows in _stretches(num_samples))
+        for members, leaders in repeats(keys, num_samples, folder):
+            new = ~found[members]
+            members, leaders = members[new], leaders[new]
+            for rows in _stretches(len(members)):
+                alike = (signatures(members[rows]) == signatures(leaders[rows])).mean(axis=1) >= NEAR
+                found[members[rows[alike]]] = True
+                yield members[rows[alike]], leaders[rows[alike]]
+
+
+def _stretches(count: int) -> Iterator[np.ndarray]:
+    return (np.arange(start, min(start + _STRETCH, count)) for start in range(0, count, _STRETCH))
+
+
+def _band_keys(part: np.ndarray, places: Iterable[int]) -> np.ndarray:
+    keys = np.zeros(len(part), dtype=np.uint64)
+    for place in places:
+        keys = (keys ^ part[:, place]) * _MIX
+        keys ^= keys >> np.uint64(31)
+    return keys
 
 
 def prompt_of(conversation: Conversation) -> bytes:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import shutil
+from array import array
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 
-from paceline.data.conversation import Conversation, PlainText, Row, SetAside, read_row
+from paceline.data.conversation import Conversation, PlainText, Row, SetAside, read_row, tags_of
 from paceline.data.similar import prompt_of
 
 HELDOUT = "heldout.jsonl"
-"""File of the held-out rows in a store, as they were read."""
+"""File of the held-out rows in a store, as they were read, with the tags of their files."""
 _KEY = b"paceline: held-out documents"
 
 
@@ -51,29 +53,28 @@ def part_heldout(folder: Path, number: int) -> Path:
     return folder / f"part-{number:06d}.heldout"
 
 
-def write_heldout(rows: Sequence[Any], path: Path) -> None:
-    """Held-out rows of one piece as JSON lines; no file where there are none."""
+def write_heldout(rows: Sequence[Mapping[str, Any]], tags: tuple[str, ...], path: Path) -> None:
+    """Held-out rows of one piece as JSON lines, each with the tags of its file before its own; no file for no rows."""
     if rows:
-        path.write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
+        tagged = ({**row, "tags": list(dict.fromkeys((*tags, *tags_of(row))))} if tags else row for row in rows)
+        path.write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in tagged))
 
 
-def join_heldout(folder: Path, numbers: Sequence[int]) -> tuple[int, int]:
-    """Join the held-out rows of all pieces to one file; rows and documents in it. No file where there are none."""
-    parts = [path for number in numbers if (path := part_heldout(folder, number)).exists()]
-    rows, documents = 0, set()
-    if parts:
-        with (folder / HELDOUT).open("wb") as joined:
-            for path in parts:
+def join_heldout(parts: Path, store: Path, numbers: Sequence[int]) -> tuple[int, int]:
+    """Join the held-out rows of all pieces to one file of the store; rows and documents in it. No file for no rows."""
+    found = [path for number in numbers if (path := part_heldout(parts, number)).exists()]
+    documents = array("Q")
+    if found:
+        with (store / HELDOUT).open("wb") as joined:
+            for path in found:
                 with path.open("rb") as part:
                     shutil.copyfileobj(part, joined)
-        with (folder / HELDOUT).open("rb") as joined:
+        with (store / HELDOUT).open("rb") as joined:
             for line in joined:
                 values = msgspec.json.decode(line)
-                documents.add(hashlib.blake2b(document_of(values, read_row(values)), digest_size=8).digest())
-                rows += 1
-    for path in parts:
-        path.unlink()
-    return rows, len(documents)
+                digest = hashlib.blake2b(document_of(values, read_row(values)), digest_size=8).digest()
+                documents.append(int.from_bytes(digest, "little"))
+    return len(documents), len(np.unique(np.asarray(documents)))
 
 
 def heldout_files(named: Sequence[str], store: Path) -> list[str]:

@@ -29,14 +29,6 @@ PART_SCHEMA = pa.schema(
     [
         pa.field("input_ids", pa.list_(pa.int32())),
         pa.field("loss_mask", pa.list_(pa.int32())),
-        pa.field("length", pa.int32()),
-        pa.field("eligible", pa.int32()),
-        pa.field("supervised", pa.int32()),
-        pa.field("source", pa.int32()),
-        pa.field("line", pa.int64()),
-        pa.field("tags", pa.string()),
-        pa.field("content_hash", pa.uint64()),
-        pa.field("signature", pa.list_(pa.uint32())),
     ]
 )
 INDEX_SCHEMA = pa.schema(
@@ -48,7 +40,7 @@ INDEX_SCHEMA = pa.schema(
         pa.field("supervised", pa.int32()),
         pa.field("source", pa.int32()),
         pa.field("line", pa.int64()),
-        pa.field("tags", pa.string()),
+        pa.field("tags", pa.dictionary(pa.int32(), pa.string())),
     ]
 )
 

@@ -10,17 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 
 from paceline.config import DataConfig
+from paceline.data.columns import PartWriter, columns_path
 from paceline.data.conversation import Conversation, PlainText, ReadyTokens, Row, SetAside, read_row
 from paceline.data.masks import Sample, check_generation_tags, plain_sample, ready_sample, samples_of, spans_of
 from paceline.data.rendering import Encoder, Renderer
 from paceline.data.report import Tally
-from paceline.data.similar import Prompts, content_hash, prompt_of, signature
+from paceline.data.similar import Prompts, prompt_of
 from paceline.data.sources import Piece, read_piece
 from paceline.data.split import part_heldout, row_is_held_out, write_heldout
-from paceline.data.store import PART_SCHEMA, part_name, write_table
+from paceline.data.store import part_name
 from paceline.data.tags import conversation_tags
 from paceline.data.tokenizer import load_tokenizer
 from paceline.errors import PacelineError
@@ -115,9 +115,16 @@ def start_worker(worker: PieceWorker) -> None:
     _state["tokeniser"] = Tokeniser(worker.tokenizer_path, worker.trust_remote_code, worker.settings)
 
 
+def store_folder(folder: Path) -> Path:
+    """The folder that becomes the store, inside the one of an unfinished run."""
+    return folder / "store"
+
+
 def finished(folder: Path, piece: Piece) -> bool:
-    """Whether the part of a piece and its tally are there."""
-    return _tally_path(folder, piece.number).exists()
+    """Whether the part of a piece, its columns and its tally are there."""
+    number = piece.number
+    files = (_tally_path(folder, number), columns_path(folder, number), store_folder(folder) / part_name(number))
+    return all(file.exists() for file in files)
 
 
 def read_tally(folder: Path, number: int) -> Tally:
@@ -134,7 +141,7 @@ def tokenise_piece(piece: Piece) -> None:
     worker: PieceWorker = _state["worker"]
     tokeniser: Tokeniser = _state["tokeniser"]
     tally = Tally()
-    columns: dict[str, list[Any]] = {name: [] for name in PART_SCHEMA.names}
+    part = PartWriter()
     held: list[Any] = []
     for line, values in read_piece(piece):
         if row_is_held_out(values, worker.settings.heldout_share):
@@ -142,11 +149,11 @@ def tokenise_piece(piece: Piece) -> None:
             tally.leave_out("heldout_split", f"{piece.path}:{line}")
             held.append(values)
             continue
-        for sample in usable(values, f"{piece.path}:{line}", tokeniser, worker, tally, piece.tags):
-            _append(columns, sample, piece.source, line)
+        for sample, eligible in usable(values, f"{piece.path}:{line}", tokeniser, worker, tally, piece.tags):
+            part.append(sample, eligible, piece.source, line)
     folder = Path(worker.folder)
-    write_table(pa.Table.from_pydict(columns, schema=PART_SCHEMA), folder / part_name(piece.number))
-    write_heldout(held, part_heldout(folder, piece.number))
+    part.write(folder, store_folder(folder), piece.number)
+    write_heldout(held, piece.tags, part_heldout(folder, piece.number))
     file = _tally_path(folder, piece.number)
     aside = file.with_suffix(".tally")
     aside.write_text(json.dumps(tally.to_json()), encoding="utf-8")
@@ -155,8 +162,8 @@ def tokenise_piece(piece: Piece) -> None:
 
 def usable(
     values: Any, where: str, tokeniser: Tokeniser, worker: PieceWorker, tally: Tally, tags: tuple[str, ...] = ()
-) -> Iterator[tuple[Sample, int, int]]:
-    """The samples of a row that can be trained on, each with its eligible anchors and supervised tokens.
+) -> Iterator[tuple[Sample, int]]:
+    """The samples of a row that can be trained on, each with its eligible anchors.
 
     What is left out or said is counted in `tally`; `tags` are those of the row's file.
     """
@@ -189,10 +196,8 @@ def usable(
             tally.note("dated", where)
         if asked and worker.heldout.nearly_holds(asked):
             tally.note("heldout_near", where)
-        spans = kept.spans
         all_tags = tuple(dict.fromkeys((*tags, *kept.tags, *seen)))
-        tagged = Sample(kept.ids, spans, kept.notes, all_tags)
-        yield tagged, eligible, int((spans[1::2] - spans[::2]).sum())
+        yield Sample(kept.ids, kept.spans, kept.notes, all_tags), eligible
 
 
 def _fit(sample: Sample, worker: PieceWorker, tally: Tally, where: str) -> tuple[Sample, int]:
@@ -214,17 +219,3 @@ def _fit(sample: Sample, worker: PieceWorker, tally: Tally, where: str) -> tuple
     if eligible < 1:
         raise SetAside("no_anchor", f"{int(mask.sum())} supervised of {len(mask)} tokens")
     return sample, eligible
-
-
-def _append(columns: dict[str, list[Any]], found: tuple[Sample, int, int], source: int, line: int) -> None:
-    sample, eligible, supervised = found
-    columns["input_ids"].append(sample.ids)
-    columns["loss_mask"].append(sample.spans)
-    columns["length"].append(len(sample.ids))
-    columns["eligible"].append(eligible)
-    columns["supervised"].append(supervised)
-    columns["source"].append(source)
-    columns["line"].append(line)
-    columns["tags"].append(",".join(sample.tags))
-    columns["content_hash"].append(content_hash(sample.ids))
-    columns["signature"].append(signature(sample.ids))

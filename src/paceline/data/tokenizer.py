@@ -21,7 +21,7 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedToke
     """The tokenizer of a target folder or hub name.
 
     Args:
-        path: folder with `tokenizer.json` (or the files of a slow tokenizer), or a hub name.
+        path: folder with `tokenizer.json` (or the files of a slow tokenizer), a `.gguf` file, or a hub name.
         trust_remote_code: whether code that comes with the target may run.
 
     Raises:
@@ -33,12 +33,17 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedToke
             f"{path}: no tokenizer in this folder (looked for {', '.join(_SIGNS_OF_A_TOKENIZER)}); "
             "give the folder of the target with its tokenizer files"
         )
-    if not folder.is_dir() and (folder.is_absolute() or path.startswith((".", "~")) or path.count("/") > 1):
+    options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+    if folder.suffix == ".gguf" and folder.is_file():
+        options["gguf_file"], place = folder.name, str(folder.parent)
+    elif not folder.is_dir() and (folder.is_absolute() or path.startswith((".", "~")) or path.count("/") > 1):
         raise DataError(f"{path}: no such folder; give the target's folder or its hub name")
+    else:
+        place = path
     from transformers import AutoTokenizer
 
     try:
-        found = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+        found = AutoTokenizer.from_pretrained(place, **options)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as fault:
         lines = str(fault).strip().splitlines()
         raise DataError(
