@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.errors import DrafterError
+from paceline.errors import TargetError
 from paceline.evaluate.candidates import Candidates
 from paceline.evaluate.choice import Sampled
 from paceline.evaluate.decode import greedy_decode
 from paceline.evaluate.tree import build_tree, reference_tree
 from paceline.evaluate.tree_decode import tree_decode
+from paceline.target import kvcache
 
 
 def test_the_worked_example():
@@ -106,10 +107,18 @@ def test_nodes_see_their_ancestors_alone():
         assert seen[one, other] == (paths[one][: len(paths[other])] == paths[other])
 
 
-@pytest.mark.parametrize("model_type", ["qwen3", "llama"])
+FAMILIES = {
+    "qwen3": {},
+    "llama": {"tie_word_embeddings": True},
+    "mistral": {"sliding_window": 8},
+    "gemma2": {"sliding_window": 8},
+}
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
 @pytest.mark.parametrize("budget", [1, 30])
 def test_tree_output_is_the_targets_own(make_pair, prompts, model_type, budget):
-    target, network = make_pair(model_type, **({"tie_word_embeddings": True} if model_type == "llama" else {}))
+    target, network = make_pair(model_type, **FAMILIES[model_type])
     for prompt in prompts[1:5:3]:
         whole = greedy_decode(target, prompt, max_new_tokens=30).ids
         decoded = tree_decode(target, network, prompt, max_new_tokens=24, budget=budget)
@@ -119,11 +128,17 @@ def test_tree_output_is_the_targets_own(make_pair, prompts, model_type, budget):
         assert stopped.ids == whole[: whole.index(stop) + 1]
 
 
-def test_trees_that_know_the_answer_accept_whole_branches(make_pair, prompts, monkeypatch):
-    """With the right tokens somewhere in the tree, every kept branch and its cache must be right for the next pass."""
+@pytest.mark.parametrize("room", [4, 256], ids=["growing", "roomy"])
+@pytest.mark.parametrize("model_type", ["qwen3", "mistral", "gemma2"])
+def test_trees_that_know_the_answer_accept_whole_branches(make_pair, prompts, monkeypatch, model_type, room):
+    """With the right tokens somewhere in the tree, every kept branch and its cache must be right for the next pass.
+
+    Windows are 8 tokens, answers 40.
+    """
     from paceline.evaluate import tree_decode as module
 
-    target, network = make_pair("qwen3")
+    monkeypatch.setattr(kvcache, "SMALLEST", room)
+    target, network = make_pair(model_type, **FAMILIES[model_type])
     prompt = prompts[4]
     whole = greedy_decode(target, prompt, max_new_tokens=60).ids
 
@@ -148,8 +163,7 @@ def test_sampled_walks_follow_the_target(make_pair):
     assert one == again and len(one) == 10
 
 
-@pytest.mark.parametrize("model_type", ["mistral", "qwen3_5_text"])
-def test_targets_that_cannot_are_refused(make_pair, model_type):
-    target, network = make_pair(model_type, **({"sliding_window": 8} if model_type == "mistral" else {}))
-    with pytest.raises(DrafterError, match="decode with the chain"):
+def test_targets_that_cannot_are_refused(make_pair):
+    target, network = make_pair("qwen3_5_text")
+    with pytest.raises(TargetError, match=r"layers with a state of their own.*decode with the chain, one prompt"):
         tree_decode(target, network, [5, 9], max_new_tokens=10, budget=8)

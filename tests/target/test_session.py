@@ -7,6 +7,7 @@ import torch
 
 from paceline.config import TargetConfig
 from paceline.errors import TargetError
+from paceline.target import kvcache
 from paceline.target.load import load_target
 from paceline.target.session import TargetSession
 from tiny_architectures import build, tiny_config
@@ -31,7 +32,9 @@ def whole(target, ids):
     return logits, target.tap_rows(ids[None], [ids.shape[0]])[0]
 
 
-def test_pieces_and_rewinds_equal_the_whole(target):
+@pytest.mark.parametrize("room", [4, 256], ids=["growing", "roomy"])
+def test_pieces_and_rewinds_equal_the_whole(target, room, monkeypatch):
+    monkeypatch.setattr(kvcache, "SMALLEST", room)
     name, target = target
     torch.manual_seed(1)
     ids = torch.randint(3, 97, (31,))

@@ -1,7 +1,8 @@
 """Decoding with a draft tree: all nodes verified by one target forward, the longest branch that stands is kept.
 
-A node sees the context and its ancestors; its position is the anchor's plus its depth. Afterwards the cache keeps the
-branch's keys and values only. Greedy, or each token drawn from the target on the way down the tree.
+A node sees the context and its ancestors, in layers with a window as far as that reaches from its own position: the
+anchor's plus its depth. Afterwards the cache keeps the branch's keys and values only. Greedy, or each token drawn from
+the target on the way down the tree.
 """
 
 from __future__ import annotations
@@ -13,9 +14,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from paceline.errors import DrafterError
 from paceline.evaluate.choice import Choice, Greedy
-from paceline.evaluate.decode import Answer, Decoded, Pass, draft_logits, prompt_tensor
+from paceline.evaluate.decode import Answer, Decoded, Pass, check_pair, draft_logits, prompt_tensor
 from paceline.evaluate.tree import DraftTree, build_tree
 from paceline.target.session import TargetSession
 
@@ -39,7 +39,7 @@ def tree_decode(
     """Answers one prompt with draft trees.
 
     Args:
-        target: the verifying model; full attention in all layers.
+        target: the verifying model; its layers attend, over everything or a window.
         network: the drafter.
         prompt_ids: tokens of the prompt.
         max_new_tokens: longest answer, exact to the token.
@@ -50,17 +50,15 @@ def tree_decode(
         choice: how the target chooses; greedy where None.
 
     Raises:
-        DrafterError: the target has recurrent or sliding layers, where branches that fall cannot be left out.
+        TargetError: the target has recurrent layers, where branches that fall cannot be left out, or takes no masks.
+        DataError, DrafterError: as `speculative_decode`.
     """
+    check_pair(target, network.spec)
     choice = choice or Greedy()
     started = time.perf_counter()
     answer = Answer(len(prompt_ids), target, max_new_tokens, stop_ids)
     session, context = TargetSession(target), network.new_cache()
-    if not session.cuts_anywhere:
-        raise DrafterError(
-            f"{target.facts.path}: has recurrent or sliding-window layers, whose state cannot leave out the branches "
-            "that fall; decode with the chain"
-        )
+    session.check_branches()
     logits, features = session.read(prompt_tensor(prompt_ids, target), last_only=True)
     network.extend(context, features)
     token = choice.token(logits[-1])
@@ -93,9 +91,9 @@ def _verify(
     """
     device = session.target.device
     count = len(tree.tokens) + 1
-    seen = np.ones((count, start + count), dtype=bool)
-    seen[:, start + 1 :] = False
-    seen[1:, start + 1 :] = tree.visible()
+    seen = np.zeros((count, count), dtype=bool)
+    seen[:, 0] = True
+    seen[1:, 1:] = tree.visible()
     ids = torch.tensor([token, *tree.tokens.tolist()], device=device)
     positions = start + torch.tensor([0, *tree.depths.tolist()], device=device)
     logits, features = session.read(ids, positions=positions, mask=torch.as_tensor(seen, device=device))
