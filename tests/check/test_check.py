@@ -24,6 +24,8 @@ from paceline.cli import main
 from paceline.config import Settings, load_settings
 from paceline.data.tokenizer import load_tokenizer
 from paceline.drafter.learner import Learner
+from paceline.drafter.network import Drafter
+from paceline.evaluate import parity
 from paceline.target.frozen import Target
 
 MakeSettings = Callable[..., Path]
@@ -141,7 +143,29 @@ def test_decoding_that_does_not_see_what_training_sees(
     code, found = checked(make(), capsys)
     assert code == 1
     assert found["decoding"]["status"] == "fail"
-    assert "training" in found["decoding"]["detail"]
+    assert "decoding sees other states than training" in found["decoding"]["detail"]
+
+
+def test_drafts_that_training_would_not_make(
+    make: MakeSettings, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """States are equal, but the training forward drafts from the position before."""
+    honest = parity.training_accepted
+
+    def early(target: Target, network: Drafter, prompt: list[int], answer: Any) -> Any:
+        class Shifted:
+            spec = network.spec
+
+            def training_forward(self, features: torch.Tensor, *rest: Any) -> torch.Tensor:
+                return network.training_forward(features.roll(1, 0), *rest)
+
+        return honest(target, Shifted(), prompt, answer)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("paceline.evaluate.run.training_accepted", early)
+    code, found = checked(make(), capsys)
+    assert code == 1
+    assert found["decoding"]["status"] == "fail"
+    assert "differs from the training forward" in found["decoding"]["detail"]
 
 
 class GUARDED:

@@ -11,7 +11,8 @@ from paceline.check.bench import Bench
 from paceline.check.findings import Finding, duration, size
 from paceline.config import EvaluateConfig
 from paceline.evaluate.run import evaluate
-from paceline.target.guard import guard_first_batch
+from paceline.target.guard import TOLERANCE, guard_first_batch
+from paceline.target.session import TargetSession
 
 LEARNT, LEARNING = 0.9, 0.5
 """Slot accuracy on the few samples at which the overfit passes, and below which it fails unless the loss halved."""
@@ -103,8 +104,39 @@ class _Prompt:
     tags: tuple[str, ...] = ()
 
 
+@torch.no_grad()
+def session_error(bench: Bench) -> float:
+    """Largest relative difference, over tokens and taps, between the states that decoding sees and those of training.
+
+    A sample is read in two pieces, with wrong tokens read and taken back between them, as rejected drafts are. In 16
+    bits it is the median over tokens, as the tap guard judges.
+    """
+    target, host = bench.target, bench.few.host
+    place = int(host.lengths.argmax())
+    length, start = int(host.lengths[place]), int(host.lengths[:place].sum())
+    ids = torch.as_tensor(host.ids[place, :length], device=target.device)
+    session, middle = TargetSession(target), length // 2
+    _, first = session.read(ids[:middle])
+    session.read(ids[:middle].flip(0)[:8])
+    session.rewind(middle)
+    _, second = session.read(ids[middle:])
+    trained = bench.few.features[start : start + length]
+    errors = []
+    for one, other in zip(
+        torch.cat([first, second]).chunk(len(target.taps), 1), trained.chunk(len(target.taps), 1), strict=True
+    ):
+        relative = (one.double() - other.double()).norm(dim=1) / other.double().norm(dim=1).clamp_min(1e-30)
+        errors.append(relative.median() if target.dtype in (torch.float16, torch.bfloat16) else relative.max())
+    return float(torch.stack(errors).max())
+
+
 def check_decode(bench: Bench) -> Finding:
     """Real decoding with the overfitted drafter: the target's own answers, and the drafts of the training forward."""
+    error = session_error(bench)
+    if not error <= TOLERANCE[bench.target.dtype]:
+        detail = f"decoding sees other states than training: relative difference {error:.2g}"
+        advice = "the target's cache does not give what its plain forward gives; acceptance will not follow training"
+        return Finding("decoding", "fail", detail, advice, {"state_error": error})
     prompts = []
     for row, (ids, mask) in zip(
         bench.few.host.planned.rows, bench.material.store.read(bench.few.host.planned.rows), strict=True
@@ -122,9 +154,14 @@ def check_decode(bench: Bench) -> Finding:
     agrees = {None: "not compared with", True: "agrees with", False: "differs from"}[report.training_agrees]
     detail = (
         f"{lossless.equal} of {lossless.prompts} answers equal to the target's own in {report.dtype}, τ "
-        f"{report.tau_micro:.2f}; {agrees} the training forward on the same blocks"
+        f"{report.tau_micro:.2f}; {agrees} the training forward on the same blocks; states equal to {error:.0e}"
     )
-    figures = {"tau": report.tau_micro, "training_tau": report.training_tau, "faults": lossless.faults}
+    figures = {
+        "tau": report.tau_micro,
+        "training_tau": report.training_tau,
+        "faults": lossless.faults,
+        "state_error": error,
+    }
     if lossless.faults:
         advice = "speculative and plain decoding differ by more than rounding; do not serve this pair"
         return Finding("decoding", "fail", detail, advice, figures)
