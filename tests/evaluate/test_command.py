@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 
@@ -45,6 +46,24 @@ def test_json_and_table(target, folder, demo_assets, capsys):
     assert "τ, over target passes" in shown and "2 of 2" in shown
 
 
+def test_several_drafters_stand_side_by_side(target, folder, demo_assets, tmp_path, capsys):
+    other = shutil.copytree(folder, tmp_path / "other")
+    words = ["evaluate", folder, str(other), "--target", target, "--prompts", str(demo_assets / "heldout.jsonl")]
+    words += [*LIMITS, "--plot", str(tmp_path / "tau.svg")]
+    assert main([*words, "--json"]) == 0
+    reports = json.loads(capsys.readouterr().out)
+    assert list(reports) == [folder, str(other)]
+    taus = {report["tau_micro"] for report in reports.values()}
+    assert len(taus) == 1, "the same drafter twice"
+    assert main(words) == 0
+    shown = capsys.readouterr()
+    line = next(line for line in shown.out.splitlines() if line.startswith("τ, over target passes"))
+    assert line.split()[-2:] == [f"{taus.pop():.3f}"] * 2
+    assert f"drawn: {tmp_path / 'tau.svg'}" in shown.err
+    drawn = (tmp_path / "tau.svg").read_text(encoding="utf-8")
+    assert f"{folder}: τ" in drawn and f"{other}: τ" in drawn
+
+
 def test_prompt_sets_give_their_tags_and_later_turns(target, folder, tmp_path, capsys):
     sums, talk = tmp_path / "test.jsonl", tmp_path / "question.jsonl"
     sums.write_text(json.dumps({"question": "What is 1 and 1?", "answer": "#### 2"}) + "\n", encoding="utf-8")
@@ -67,6 +86,7 @@ def test_prompt_sets_give_their_tags_and_later_turns(target, folder, tmp_path, c
         (["{folder}", "--prompts", "x.jsonl"], "name its target with --target"),
         (["{folder}", "--target", "{target}"], "give files with --prompts"),
         (["{folder}", "--target", "{target}", "--step", "3", "--prompts", "x"], "only runs have steps"),
+        (["{folder}", "--target", "{target}", "--prompts", "x", "--plot", "tau.pdf"], "written as .png or .svg"),
         (["nowhere"], "neither a run directory nor a drafter folder"),
         (["{folder}", "--target", "nowhere/at/all", "--prompts", "x"], "no such"),
         (["{folder}", "--target", "{target}", "--prompts", "gsm9k:x"], "no prompt set is called gsm9k"),

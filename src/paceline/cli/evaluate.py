@@ -30,7 +30,7 @@ Examples:
   paceline evaluate runs/first
   paceline evaluate runs/first --prompts chats.jsonl --evaluate.max-new-tokens 512
   paceline evaluate runs/first --prompts gsm8k:gsm8k/test.jsonl mt-bench:question.jsonl --evaluate.num-prompts 160
-  paceline evaluate drafters/a drafters/b --target models/target --prompts chats.jsonl --json
+  paceline evaluate drafters/a drafters/b --target models/target --prompts chats.jsonl --plot tau.png --json
 """
 
 
@@ -51,6 +51,8 @@ class Arguments:
     """Where both models run, for example cuda:0."""
     lossless: bool = True
     """Also decode plainly, and compare."""
+    plot: Path | None = None
+    """Also draw acceptance by slot, accepted lengths, τ by tag and by context length: a .png or .svg file."""
     json: bool = False
     """Print the reports as JSON on standard output."""
 
@@ -62,6 +64,10 @@ def run(argv: Sequence[str]) -> int:
     )
     if not arguments.drafters:
         raise ConfigError("DRAFTERS: none given; name a run directory or a drafter folder")
+    if arguments.plot is not None:
+        from paceline.evaluate.draw import check_kind
+
+        check_kind(arguments.plot)
     sources = [_source(path, arguments, overrides) for path in arguments.drafters]
     reports: dict[str, EvaluationReport] = {}
     for path, (settings, step) in zip(arguments.drafters, sources, strict=True):
@@ -77,6 +83,11 @@ def run(argv: Sequence[str]) -> int:
         frame.write_json({name: report.to_json() for name, report in reports.items()})
     else:
         show(reports)
+    if arguments.plot is not None:
+        from paceline.evaluate.draw import draw_evaluations
+
+        draw_evaluations(reports, arguments.plot)
+        frame.stderr.print(f"drawn: {escape(str(arguments.plot))}")
     faults = sum(report.lossless.faults for report in reports.values() if report.lossless is not None)
     return 1 if faults else 0
 
