@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -21,10 +22,12 @@ from paceline.feed.collate import collate
 from paceline.flow.messages import StepOrder
 from paceline.plan.epoch import EpochPlan, plan_epoch
 from paceline.plan.intake import groups_of_tags
+from paceline.saving import VALIDATION, check_saving
 from paceline.target.facts import describe_target
-from paceline.target.taps import check_taps, default_taps
-
 from paceline.target.support import check_loadable, target_faults
+from paceline.target.taps import check_taps, default_taps
+from paceline.warm import check_init
+
 
 @dataclass(frozen=True)
 class Composition:
@@ -38,6 +41,7 @@ class Composition:
         heldout: the tokenised held-out samples, where there are any to validate on.
         orders: every optimizer step of the run.
         first_step: steps that a checkpoint already holds.
+        damaged: a sentence for each newer checkpoint that is not as it was written.
     """
 
     settings: Settings
@@ -49,6 +53,7 @@ class Composition:
     heldout: TokenStore | None
     orders: list[StepOrder]
     first_step: int
+    damaged: tuple[str, ...] = ()
 
     @property
     def remaining(self) -> list[StepOrder]:
@@ -73,8 +78,9 @@ def resolve_spec(settings: Settings) -> tuple[TargetFacts, list[int], DrafterSpe
         )
     return facts, list(taps), derive_spec(settings.drafter, facts, taps, mask_id)
 
-
     check_loadable(settings.target, settings.flow.target_devices[0])
+
+
 def compose(settings: Settings) -> Composition:
     """Everything about a run that can be known, and refused, before a model loads.
 
@@ -87,6 +93,9 @@ def compose(settings: Settings) -> Composition:
     orders = step_orders(settings, functools.partial(epoch_plan, settings, spec, source))
     if not orders:
         raise DataError(f"{settings.store_path}: no optimizer step can be planned from its {len(source.lengths)} rows")
+    kept = settings.evaluate.validation_samples and settings.heldout_store_path.is_dir()
+    heldout = open_store(settings.heldout_store_path) if kept else None
+    check_saving(settings, spec, facts, heldout is not None)
     run_dir = rundir.open_run(
         settings,
         {
@@ -95,12 +104,22 @@ def compose(settings: Settings) -> Composition:
             "target_fingerprint": facts.fingerprint,
             "data_fingerprint": source.fingerprint,
             "total_steps": len(orders),
+            **_init(settings, spec),
         },
     )
-    first = min(store.newest_step(run_dir), len(orders))
-    kept = settings.evaluate.validation_samples and settings.heldout_store_path.is_dir()
-    heldout = open_store(settings.heldout_store_path) if kept else None
-    return Composition(settings, run_dir, facts, taps, spec, source, heldout, orders, first)
+    first, damaged = store.resume_point(run_dir)
+    first = min(first, len(orders))
+    return Composition(settings, run_dir, facts, taps, spec, source, heldout, orders, first, damaged)
+
+
+def _init(settings: Settings, spec: DrafterSpec) -> dict[str, Any]:
+    """What the run notes of the drafter folder that it begins with; the folder is looked at before the first step."""
+    run_dir = Path(settings.run_dir)
+    if settings.drafter.init is None:
+        return {}
+    if rundir.is_run_directory(run_dir) and store.steps(run_dir):
+        return {"init": rundir.read_run_facts(run_dir).get("init")}
+    return {"init": check_init(settings.drafter.init, spec, settings.target.path)}
 
 
 def epoch_plan(settings: Settings, spec: DrafterSpec, source: TokenStore, epoch: int) -> EpochPlan:
@@ -130,10 +149,13 @@ def step_orders(settings: Settings, plan_of: Callable[[int], EpochPlan]) -> list
             places = places[:limit]
             break
     save, validate, last = settings.checkpoint.every_steps, settings.evaluate.every_steps, len(places)
-    return [
-        StepOrder(step, *place, save=step % save == 0 or step == last, validate=step % validate == 0 or step == last)
-        for step, place in enumerate(places, 1)
-    ]
+    best = settings.checkpoint.keep_best or ""
+    orders = []
+    for step, place in enumerate(places, 1):
+        saved = step % save == 0 or step == last
+        measured = step % validate == 0 or step == last or (saved and best.startswith(VALIDATION))
+        orders.append(StepOrder(step, *place, save=saved, validate=measured))
+    return orders
 
 
 def host_batches(run: Composition, orders: Sequence[StepOrder]) -> Iterator[HostBatch]:

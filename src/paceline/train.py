@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from paceline.account import Account
 from paceline.checkpoint import rundir, store
+from paceline.checkpoint.writer import CheckpointWriter
 from paceline.compose import Composition, epoch_plan, host_batches, validation_batches
 from paceline.config import Settings
 from paceline.contracts import StepReport
@@ -38,6 +39,8 @@ from paceline.flow.stop import StopRequest
 from paceline.flow.witness import PeakMemory
 from paceline.flow.worker import Worker
 from paceline.observe.observer import Observer, open_observer
+from paceline.saving import Saving, checkpoint_writer
+from paceline.warm import initial_weights
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -109,6 +112,8 @@ class LearnerRecipe:
         )
         if self.first_step:
             learner.load_state_dict(store.read_checkpoint(self.run_dir, self.first_step))
+        elif settings.drafter.init is not None:
+            learner.network.load_state_dict(initial_weights(settings.drafter.init))
         return learner
 
     def _join(self) -> dist.ProcessGroup:
@@ -119,10 +124,6 @@ class LearnerRecipe:
         group = dist.group.WORLD
         assert group is not None, "init_process_group made the default group"
         return group
-
-    def save(self, step: int, state: dict[str, Any]) -> None:
-        """Write a checkpoint of the run."""
-        store.write_checkpoint(self.run_dir, step, state, keep_last=self.settings.checkpoint.keep_last)
 
 
 def recipe(run: Composition, rank: int = 0, port: int = 0) -> LearnerRecipe:
@@ -165,13 +166,12 @@ def train(run: Composition, *, notice: Callable[[str], None], console: Console |
     profile = run.run_dir / PROFILE_FILE
     profile.unlink(missing_ok=True)
     try:
+        _tell_of_checkpoints(run, observer)
         account = Account(run)
         with StopRequest(notice) as stop:
-            for report in engine(run, orders, stop, observer):
+            for report in engine(run, orders, stop, observer, Saving(run, observer)):
                 observer.step(account(report))
                 last = report.step
-                if run.orders[last - 1].save:
-                    observer.event("checkpoint", step=last)
         status = "finished" if last == len(run.orders) else "stopped"
         if run.settings.observe.profile_steps is not None:
             observer.note(f"profile of the steps: {profile}" if profile.exists() else "no step was profiled")
@@ -187,12 +187,25 @@ def train(run: Composition, *, notice: Callable[[str], None], console: Console |
     return Outcome(store.newest_step(run.run_dir), len(run.orders), stopped=status == "stopped")
 
 
+def _tell_of_checkpoints(run: Composition, observer: Observer) -> None:
+    """What the user should know of the checkpoint that the run goes on from; damaged ones do not count any more."""
+    if not run.first_step:
+        return
+    store.put_aside_after(run.run_dir, run.first_step)
+    for text in run.damaged:
+        observer.warn(text)
+    before, now = store.read_note(run.run_dir, run.first_step)["versions"], rundir.versions()
+    changed = [f"{name} {before.get(name)} → {now[name]}" for name in now if before.get(name) != now[name]]
+    if changed:
+        observer.warn(f"goes on with other versions, so the last bits may differ: {', '.join(changed)}")
+
+
 def _profile(run: Composition) -> StepProfile:
     return StepProfile(run.settings.observe.profile_steps, run.run_dir / PROFILE_FILE)
 
 
 def _inline(
-    run: Composition, orders: Sequence[StepOrder], stop: Callable[[], bool], observer: Observer
+    run: Composition, orders: Sequence[StepOrder], stop: Callable[[], bool], observer: Observer, saves: Saving
 ) -> Iterator[StepReport]:
     from paceline.drafter.worker import with_validation
     from paceline.target.guard import guard_first_batch
@@ -201,8 +214,8 @@ def _inline(
     torch.set_num_threads(run.settings.flow.threads)
     target = load_target(run.settings.target, run.taps, run.settings.flow.target_devices[0])
     tapped = functools.partial(target.features, with_last=run.settings.objective.needs_teacher)
-    build = recipe(run)
-    learner = build()
+    learner = recipe(run)()
+    writer = checkpoint_writer(run)
     batches = host_batches(run, orders)
     validation = [tapped(host) for host in validation_batches(run)]
     profile, peaks = _profile(run), PeakMemory()
@@ -224,14 +237,21 @@ def _inline(
             report = with_validation(report, timed("drafter", "validation", learner.validate, validation))
         stopping = stop()
         profile.after(order.step, last=order is orders[-1] or stopping)
-        if order.save or stopping:
-            timed("checkpoint", f"checkpoint of step {order.step}", build.save, order.step, learner.state_dict())
         memory = peaks.look()
         if memory is not None and memory[1]:
             observer.gauge("memory_peak/trainer_gpu_bytes", memory[1])
         yield replace(report, waits_s=timed.waits_s)
+        writer.check()
+        if saves.due(order) or stopping:
+            note = saves.announce(order.step)
+            timed("checkpoint", f"checkpoint of step {order.step}", _take, writer, order.step, learner, note)
         if stopping:
-            return
+            break
+    writer.wait()
+
+
+def _take(writer: CheckpointWriter, step: int, learner: Learner, note: Mapping[str, Any]) -> None:
+    writer.put(step, learner.state_dict(), note)
 
 
 class _Stopwatch:
@@ -252,7 +272,7 @@ class _Stopwatch:
 
 
 def _pipeline(
-    run: Composition, orders: Sequence[StepOrder], stop: Callable[[], bool], observer: Observer
+    run: Composition, orders: Sequence[StepOrder], stop: Callable[[], bool], observer: Observer, saves: Saving
 ) -> Iterator[StepReport]:
     from paceline.drafter.worker import DrafterStage
     from paceline.target.worker import TargetStage
@@ -278,7 +298,7 @@ def _pipeline(
             workers.append(Worker(f"target {number} ({device})", TargetStage, arguments, threads=flow.threads))
         for rank, device in enumerate(flow.drafter_devices):
             build = recipe(run, rank, meeting.port if meeting else 0)
-            stage = (build, pool, build.save, None if rank else _profile(run), len(run.orders))
+            stage = (build, pool, checkpoint_writer(run), None if rank else _profile(run), len(run.orders))
             workers.append(Worker(f"drafter {rank} ({device})", DrafterStage, stage, threads=flow.threads))
         hub = Hub(
             workers[:-ranks],
@@ -289,6 +309,7 @@ def _pipeline(
             delivery=flow.delivery,
             stall_limit_s=flow.stall_limit_s,
             stop_requested=stop,
+            saves=saves,
             witness=observer,
             buffer_bytes=pool.num_bytes // pool.num_buffers,
             token_bytes=(pool.columns + pool.last_columns) * pool.dtype.itemsize,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from paceline.checkpoint.retention import Best, Candidate, kept
@@ -14,6 +14,7 @@ candidates = st.lists(
 ).map(lambda pairs: [Candidate(*pair) for pair in pairs])
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(candidates, st.integers(1, 5), st.one_of(st.none(), st.integers(1, 9)), st.sampled_from(["lower", "higher"]))
 def test_the_newest_the_multiples_and_the_best_stay(found, last, every, better) -> None:
     keep = kept(found, keep_last=last, keep_every=every, keep_best=Best("loss", better))

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from paceline.checkpoint import rundir
-from paceline.config import Settings, validate_settings
+from paceline.config import Settings, known_names, validate_settings
 from paceline.errors import RunDirectoryError
 
 FACTS = {"drafter": {"block_size": 8}, "data_fingerprint": "abc"}
@@ -30,7 +33,7 @@ def test_each_changed_setting_is_a_line_with_both_values(tmp_path: Path) -> None
     changed = settings(tmp_path / "r", optimizer={"lr": 0.5}, plan={"accumulate": 2})
     with pytest.raises(RunDirectoryError) as caught:
         rundir.open_run(changed, FACTS)
-    assert len(caught.value.faults) == 2
+    assert len(caught.value.faults) == 3 and "one run may change flow, checkpoint, evaluate" in caught.value.faults[-1]
     assert "made with plan.accumulate = 4, asked for 2" in str(caught.value)
     assert "made with optimizer.lr = 0.0006, asked for 0.5" in str(caught.value)
     assert rundir.read_run_settings(tmp_path / "r").optimizer.lr == 0.0006
@@ -46,6 +49,66 @@ def test_sections_that_do_not_change_what_is_learned_may_change(tmp_path: Path) 
     rundir.open_run(settings(tmp_path / "r"), FACTS)
     rundir.open_run(settings(tmp_path / "r", flow={"mode": "inline"}, checkpoint={"keep_last": 9}), FACTS)
     assert rundir.read_run_settings(tmp_path / "r").checkpoint.keep_last == 9
+
+
+def test_a_refusal_says_which_of_the_changes_may_stay(tmp_path: Path) -> None:
+    rundir.open_run(settings(tmp_path / "r"), FACTS)
+    changed = {"optimizer": {"lr": 0.5}, "flow": {"target_devices": ["cpu", "cpu"]}, "data": {"workers": 2}}
+    with pytest.raises(RunDirectoryError) as caught:
+        rundir.open_run(settings(tmp_path / "r", **changed), FACTS)
+    assert len(caught.value.faults) == 2
+    assert "of the changes asked for, data.workers, flow.target_devices may stay" in caught.value.faults[1]
+
+
+def test_where_things_lie_and_how_they_are_computed_may_change(tmp_path: Path) -> None:
+    """Fingerprints, not paths, say whether target and data are the same."""
+    rundir.open_run(settings(tmp_path / "r"), FACTS)
+    moved = {"target": {"path": "elsewhere"}, "data": {"store": "s", "train": ["x"]}, "drafter": {"head_chunk": 7}}
+    rundir.open_run(settings(tmp_path / "r", **moved), FACTS)
+    assert rundir.read_run_settings(tmp_path / "r").target.path == "elsewhere"
+
+
+def test_every_free_key_is_a_setting() -> None:
+    assert set(rundir.FREE_KEYS) <= set(known_names())
+
+
+@pytest.fixture
+def unprivileged() -> Iterator[None]:
+    """Root may write everywhere, so the process is another user for a moment."""
+    root = os.geteuid() == 0
+    if root:
+        os.seteuid(65534)
+    yield
+    if root:
+        os.seteuid(0)
+
+
+@pytest.fixture
+def locked() -> Iterator[Path]:
+    """A folder with a run in it, where nobody but its owner, if he, may write."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        rundir.open_run(settings(folder / "old"), {})
+        (folder / "old").chmod(0o555)
+        folder.chmod(0o555)
+        yield folder
+        folder.chmod(0o755)
+        (folder / "old").chmod(0o755)
+
+
+def test_a_directory_that_cannot_be_written_is_one_line(locked: Path, unprivileged: None) -> None:
+    for name in ("old", "new"):
+        for work in (rundir.check_writable, lambda run: rundir.open_run(settings(run), {})):
+            with pytest.raises(RunDirectoryError, match=rf"{name}: cannot be written .Permission denied.; ") as caught:
+                work(locked / name)
+            assert len(caught.value.faults) == 1
+
+
+def test_a_file_in_place_of_the_directory_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "r").write_text("mine")
+    for path in (tmp_path / "r", tmp_path / "r" / "deeper"):
+        with pytest.raises(RunDirectoryError, match="r: is a file"):
+            rundir.check_writable(path)
 
 
 def test_a_folder_with_something_else_is_left_alone(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import json
 import os
 import platform
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,12 @@ EXPORTS = "export"
 
 FREE_SECTIONS = ("flow", "checkpoint", "evaluate", "observe")
 """Sections that may change between two starts of one run: they do not change what is learned."""
+FREE_KEYS = (
+    *("target.path", "data.train", "data.heldout", "data.store", "data.workers"),
+    *("drafter.attention", "drafter.head", "drafter.head_chunk", "drafter.positions_per_pass"),
+    *("drafter.diagnose_every", "drafter.diagnose_share"),
+)
+"""Further keys that may: where things lie (fingerprints say whether they are the same), and how it is computed."""
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -85,8 +92,41 @@ def open_run(settings: Settings, facts: Mapping[str, Any]) -> Path:
     Raises:
         RunDirectoryError: it belongs to another configuration (each difference in a line) or is something else.
     """
-    run_dir = Path(settings.run_dir)
-    facts = {**json.loads(json.dumps(facts)), "versions": versions()}
+    try:
+        return _open(Path(settings.run_dir), settings, {**json.loads(json.dumps(facts)), "versions": versions()})
+    except OSError as fault:
+        if isinstance(fault, RunDirectoryError):
+            raise
+        raise _unwritable(Path(settings.run_dir), fault) from fault
+
+
+def check_writable(run_dir: Path) -> None:
+    """Refuse a directory in which nothing can be written, before any work is done for it.
+
+    Raises:
+        RunDirectoryError: it, or the folder that it would be made in, takes no files.
+    """
+    place = run_dir
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    if not place.is_dir():
+        raise RunDirectoryError(f"{place}: is a file; give run_dir another name")
+    try:
+        with tempfile.TemporaryFile(dir=place) as file:
+            file.write(b"paceline")
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as fault:
+        raise _unwritable(run_dir, fault) from fault
+
+
+def _unwritable(run_dir: Path, fault: OSError) -> RunDirectoryError:
+    return RunDirectoryError(
+        f"{run_dir}: cannot be written ({fault.strerror or fault}); free space, repair it, or give another run_dir"
+    )
+
+
+def _open(run_dir: Path, settings: Settings, facts: Mapping[str, Any]) -> Path:
     if is_run_directory(run_dir):
         faults = [*_changed_settings(run_dir, settings), *_changed_facts(run_dir, facts)]
         if faults:
@@ -137,14 +177,18 @@ def versions() -> dict[str, str]:
 
 
 def _changed_settings(run_dir: Path, settings: Settings) -> Iterator[str]:
+    """A line for each setting that may not change, then one that says which others changed, and which may."""
     before = dict(_flat(load_settings(run_dir / SETTINGS).model_dump(mode="json")))
     after = dict(_flat(settings.model_dump(mode="json")))
-    for name in after:
-        if name == "run_dir" or name.split(".")[0] in FREE_SECTIONS or before.get(name) == after[name]:
-            continue
+    changed = [name for name in after if name != "run_dir" and before.get(name) != after[name]]
+    free = [name for name in changed if name.split(".")[0] in FREE_SECTIONS or name in FREE_KEYS]
+    fixed = [name for name in changed if name not in free]
+    for name in fixed:
+        yield f"{run_dir}: made with {name} = {before.get(name)!r}, asked for {after[name]!r}; give another run_dir"
+    if fixed:
+        asked = f"of the changes asked for, {', '.join(free)} may stay; " if free else ""
         yield (
-            f"{run_dir}: made with {name} = {before.get(name)!r}, asked for {after[name]!r}; "
-            f"give another run_dir (free to change in one run: {', '.join(FREE_SECTIONS)})"
+            f"{run_dir}: {asked}one run may change {', '.join(FREE_SECTIONS)}, and of the rest {', '.join(FREE_KEYS)}"
         )
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 from rich.markup import escape
 
-from paceline.checkpoint.rundir import is_run_directory, read_run_settings
+from paceline.checkpoint.rundir import check_writable, is_run_directory, read_run_settings
 from paceline.cli import frame
 from paceline.config import Settings
 
@@ -69,6 +69,7 @@ def train_run(settings: Settings) -> Outcome:
     from paceline.compose import check_support, compose, resolve_spec
 
     check_support(settings)
+    check_writable(Path(settings.run_dir))
     resolve_spec(settings)
     ready_store(settings)
     from paceline.train import train

@@ -58,6 +58,8 @@ class DrafterConfig(Section):
     """Longest position that servers may ask for."""
     initializer_range: float | None = Field(default=None, gt=0, le=10)
     """Standard deviation of the new weights. Unset: the target's, or 0.02 where it says nothing."""
+    init: str | None = None
+    """Drafter folder, z-lab or speculators, whose weights the run begins with. Unset: new weights."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Compute type; master weights, rotary tables and losses are always float32."""
     attention: Literal["auto", "flex", "split", "dense"] = "auto"

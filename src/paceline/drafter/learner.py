@@ -224,10 +224,10 @@ class Learner:
         self.steps_done += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that a resumed run needs between two windows: tensors and plain values, copied."""
+        """Everything that a resumed run needs between two windows: tensors and plain values, copied to the host."""
         return {
-            "network": {name: tensor.detach().clone() for name, tensor in self.network.state_dict().items()},
-            "optimizer": copy.deepcopy(self.optimizer.state_dict()),
+            "network": _on_host(self.network.state_dict()),
+            "optimizer": _on_host(self.optimizer.state_dict()),
             "steps_done": self.steps_done,
             "skipped_in_row": self.skipped_in_row,
         }
@@ -336,6 +336,17 @@ class Learner:
             f"step {step}: gradient not finite {self.skipped_in_row} steps in a row; last in batches {named}, samples "
             f"{samples[:20]}{' ...' if len(samples) > 20 else ''}; look at their features, or lower optimizer.lr"
         )
+
+
+def _on_host(value: Any) -> Any:
+    """The same containers and values, with copies of the tensors in the host's memory."""
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, Mapping):
+        return {key: _on_host(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_on_host(inner) for inner in value)
+    return value
 
 
 def _loss(sums: Mapping[str, np.ndarray]) -> Ratio:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 from paceline.contracts import FeatureBatch, Ratio, StepReport
 from paceline.drafter.learner import Learner
@@ -28,13 +28,29 @@ def with_validation(report: StepReport, found: Mapping[str, Ratio]) -> StepRepor
     return replace(report, ratios={**report.ratios, **named})
 
 
+class Keep(Protocol):
+    """Writes the learner's state in the background, one after another."""
+
+    def put(self, step: int, state: dict[str, Any], note: Mapping[str, Any]) -> None:
+        """Begin to write the state after a step."""
+        ...
+
+    def check(self) -> None:
+        """Raise what has gone wrong since the last look; never waits."""
+        ...
+
+    def wait(self) -> None:
+        """Until everything is on disk, or raise."""
+        ...
+
+
 class DrafterStage:
     """Trains the drafter on one device.
 
     Args:
         build: makes the learner, with the state of a checkpoint where the run goes on.
         pool: buffers that features are read from.
-        save: writes a checkpoint: ``save(step, state)``.
+        keep: writes the state.
         profile: steps that are profiled.
         last_step: of the run.
     """
@@ -43,13 +59,13 @@ class DrafterStage:
         self,
         build: Callable[[], Learner],
         pool: BufferPool,
-        save: Callable[[int, dict[str, Any]], None],
+        keep: Keep,
         profile: StepProfile | None = None,
         last_step: int = 0,
     ) -> None:
         self._learner = build()
         self._profile, self._last_step = profile, last_step
-        self._pool, self._save = pool, save
+        self._pool, self._keep = pool, keep
         self._step_ended = time.perf_counter()
         self._validation: list[FeatureBatch] = []
 
@@ -67,6 +83,7 @@ class DrafterStage:
                 self._learner.accumulate(FeatureBatch(message.host, features, last))
             yield BufferReleased(message.buffer)
         elif isinstance(message, CloseWindow):
+            self._keep.check()
             order, now = message.order, time.perf_counter()
             report = self._learner.step(
                 step=order.step, epoch=order.epoch, window=order.window, seconds=now - self._step_ended, waits_s={}
@@ -78,5 +95,7 @@ class DrafterStage:
             self._step_ended = time.perf_counter()
             yield WindowClosed(report)
         elif isinstance(message, SaveState):
-            self._save(message.step, self._learner.state_dict())
+            self._keep.put(message.step, self._learner.state_dict(), message.note)
+            if message.last:
+                self._keep.wait()
             yield StateSaved(message.step)

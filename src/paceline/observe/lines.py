@@ -131,12 +131,21 @@ class MetricsFile:
         except OSError as fault:
             raise _unwritable(self.path, fault) from fault
 
-    def close(self) -> None:
-        """Sync to the disk and close."""
+    def sync(self) -> None:
+        """Wait until every line is on the disk itself.
+
+        Raises:
+            RunDirectoryError: it is not.
+        """
         try:
             os.fsync(self._descriptor)
         except OSError as fault:
             raise _unwritable(self.path, fault) from fault
+
+    def close(self) -> None:
+        """Sync to the disk and close."""
+        try:
+            self.sync()
         finally:
             os.close(self._descriptor)
 

@@ -100,6 +100,7 @@ class Observer:
         self._alerts: Alerts | None = None
         self._trace: TraceFile | None = None
         self._early_warnings: list[str] = []
+        self._newest: dict[str, tuple[int, float]] = {}
         self._recent_s: float | None = None
         self._epoch = -1
         self._epoch_samples: float | None = 0.0
@@ -158,10 +159,16 @@ class Observer:
     def event(self, kind: str, **fields: Any) -> None:
         """Write down something that happened, such as ``checkpoint``; the steps before it go out first.
 
-        Call it at every checkpoint: then lines end there, and resuming loses none.
+        Call it before every checkpoint: then lines end there, are on the disk, and resuming loses none.
         """
         self._flush()
         self._event(kind, fields)
+        if kind == "checkpoint" and self._file is not None:
+            self._file.sync()
+
+    def newest(self, name: str) -> tuple[int, float] | None:
+        """Step and value of a metric where this start has written it last; None where it has not."""
+        return self._newest.get(name)
 
     def note(self, text: str) -> None:
         """Tell the user something, and write it down."""
@@ -260,6 +267,7 @@ class Observer:
             weights=weights,
         )
         self._tally = Tally()
+        self._newest |= {name: (line.step, value) for name, value in values.items()}
         self._send(line)
         if self._view is not None:
             self._view.show(line)
