@@ -63,6 +63,7 @@ class Composition:
 
 def resolve_spec(settings: Settings) -> tuple[TargetFacts, list[int], DrafterSpec]:
     """Facts of the target, taps and drafter of a run; reads configurations and tokenizer only."""
+    check_loadable(settings.target, settings.flow.target_devices[0])
     facts = describe_target(settings.target)
     taps = settings.target.taps
     if taps is None:
@@ -77,8 +78,6 @@ def resolve_spec(settings: Settings) -> tuple[TargetFacts, list[int], DrafterSpe
             "give the id of a token that never occurs in text"
         )
     return facts, list(taps), derive_spec(settings.drafter, facts, taps, mask_id)
-
-    check_loadable(settings.target, settings.flow.target_devices[0])
 
 
 def compose(settings: Settings) -> Composition:
