@@ -70,15 +70,25 @@ def chat_template(tokenizer: PreTrainedTokenizerBase, *, tools: bool = False) ->
 
 
 def end_token_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Ids at which a server stops: the tokenizer's eos and those of the target's `generation_config.json`."""
+    """Ids at which a server stops: the tokenizer's eos and those of the target's `generation_config.json`.
+
+    Raises:
+        DataError: that file is no JSON object, or names something that is no token of the tokenizer.
+    """
     found: list[int] = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
     file = Path(str(tokenizer.name_or_path)) / "generation_config.json"
     if file.is_file():
         try:
             written = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
-        except (json.JSONDecodeError, AttributeError) as fault:
-            raise DataError(f"{file}: not valid JSON ({fault}); repair or remove it") from fault
-        found += [int(item) for item in (written if isinstance(written, list) else [written]) if item is not None]
+        except (ValueError, AttributeError) as fault:
+            raise DataError(f"{file}: no JSON object ({fault}); repair or remove it") from fault
+        for item in written if isinstance(written, list) else [] if written is None else [written]:
+            if type(item) is not int or not 0 <= item < len(tokenizer) or tokenizer.convert_ids_to_tokens(item) is None:
+                raise DataError(
+                    f"{file}: eos_token_id holds {item!r}, which is no token of the tokenizer "
+                    f"(0 to {len(tokenizer) - 1}); repair it, or give the target its own tokenizer"
+                )
+            found.append(item)
     return tuple(dict.fromkeys(found))
 
 

@@ -58,7 +58,7 @@ def describe(
     identity = _identity(path, folder, raw, adapter, quantization)
     return TargetFacts(
         path=path,
-        architecture=(config.architectures or [type(config).__name__])[0],
+        architecture=(config.architectures or causal_classes(config.model_type) or [type(config).__name__])[0],
         model_type=text.model_type,
         num_layers=num_layers,
         hidden_size=hidden,

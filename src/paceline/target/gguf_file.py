@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import importlib.util
+import struct
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,7 @@ def _config(file: Path, size: int, changed_ns: int) -> Any:
 
     try:
         return AutoConfig.from_pretrained(str(file.parent), gguf_file=file.name, local_files_only=True)
-    except (ValueError, KeyError, TypeError, OSError, ImportError, AttributeError, IndexError) as fault:
+    except (ValueError, KeyError, TypeError, OSError, ImportError, AttributeError, IndexError, struct.error) as fault:
         raise TargetError(f"target.path = {file}: cannot be used ({_reason(fault)}); fetch the file again") from fault
 
 
@@ -57,7 +58,7 @@ def _identity(file: Path, size: int, changed_ns: int) -> tuple[tuple[str, str], 
 
     try:
         end = GGUFReader(file).data_offset
-    except (ValueError, KeyError, OSError, IndexError) as fault:
+    except (ValueError, KeyError, OSError, IndexError, struct.error) as fault:
         raise TargetError(f"target.path = {file}: cannot be used ({_reason(fault)}); fetch the file again") from fault
     with file.open("rb") as stream:
         header = hashlib.sha256(stream.read(end)).hexdigest()

@@ -102,6 +102,7 @@ def _load(settings: TargetConfig, config: Any, dtype: torch.dtype, device: str |
         "trust_remote_code": settings.trust_remote_code,
         "local_files_only": True,
         "output_loading_info": True,
+        "ignore_mismatched_sizes": True,  # they are refused below, by name
     }
     if dtype == torch.float64 and _has_experts_choice():
         options["experts_implementation"] = "eager"  # grouped kernels know no float64
