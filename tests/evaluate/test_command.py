@@ -80,6 +80,35 @@ def test_prompt_sets_give_their_tags_and_later_turns(target, folder, tmp_path, c
     assert report["lossless"]["faults"] == 0
 
 
+def test_a_prompt_longer_than_the_context_is_set_aside_in_one_line(target, folder, tmp_path, capsys):
+    file = tmp_path / "chats.jsonl"
+    texts = ["What is rain?", "rain and snow " * 3000]
+    chats = [{"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": "x"}]} for text in texts]
+    file.write_text("".join(json.dumps(chat) + "\n" for chat in chats), encoding="utf-8")
+    words = ["evaluate", folder, "--target", target, "--prompts", str(file), *LIMITS]
+    assert main([*words, "--json"]) == 0
+    shown = capsys.readouterr()
+    (report,) = json.loads(shown.out).values()
+    assert len(report["rows"]) == 1
+    (line,) = report["set_aside"]
+    assert "set aside; it has" in line and "has 2048 positions" in line and line in shown.err
+    file.write_text(json.dumps(chats[1]) + "\n", encoding="utf-8")
+    assert main(words) in (1, 2)
+    shown = capsys.readouterr().err
+    assert "no prompt fits into the target's positions" in shown and "Traceback" not in shown
+
+
+def test_another_target_than_the_folder_notes_is_refused(target, folder, demo_assets, tmp_path, capsys):
+    other = shutil.copytree(folder, tmp_path / "other")
+    identity = {**describe(target).identity, "weights": "0" * 64}
+    (other / "paceline.json").write_text(json.dumps({"target": {"identity": identity}}), encoding="utf-8")
+    words = ["evaluate", str(other), "--target", target, "--prompts", str(demo_assets / "heldout.jsonl"), *LIMITS]
+    assert main(words) in (1, 2)
+    shown = capsys.readouterr().err
+    assert shown.count("error:") == 1 and "they differ in weights" in " ".join(shown.split())
+    assert main([*words, "--other-target"]) == 0
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [

@@ -7,7 +7,8 @@ import torch
 
 from informed_choice import Informed
 from paceline.errors import DataError, DrafterError
-from paceline.evaluate.decode import check_pair, greedy_decode, speculative_decode
+from paceline.evaluate.decode import greedy_decode, speculative_decode
+from paceline.evaluate.fit import check_pair
 
 FAMILIES = {
     "qwen3": {},

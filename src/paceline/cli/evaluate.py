@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from paceline.checkpoint.rundir import EVALUATION, add_evaluation, is_run_directory, read_run_settings
+from paceline.checkpoint.rundir import EVALUATION, add_evaluation, is_run_directory, read_run_facts, read_run_settings
 from paceline.cli import frame
 from paceline.config import Settings
 from paceline.errors import ConfigError
@@ -51,6 +52,8 @@ class Arguments:
     """Where both models run, for example cuda:0."""
     lossless: bool = True
     """Also decode plainly, and compare."""
+    other_target: bool = False
+    """Decode although the target is not the one that a drafter's folder names: fine-tuned since, or quantised."""
     plot: Path | None = None
     """Also draw acceptance by slot, accepted lengths, τ by tag and by context length: a .png or .svg file."""
     json: bool = False
@@ -72,10 +75,13 @@ def run(argv: Sequence[str]) -> int:
     reports: dict[str, EvaluationReport] = {}
     for path, (settings, step) in zip(arguments.drafters, sources, strict=True):
         network, at = load_network(path, step)
+        _check_target(path, settings, network, other_target=arguments.other_target)
         report = evaluate_drafter(
             settings, network, title=str(path), device=arguments.device, check_lossless=arguments.lossless
         )
         reports[str(path)] = report
+        for line in report.set_aside:
+            frame.stderr.print(escape(line), soft_wrap=True)
         if at is not None and arguments.prompts is None:
             add_evaluation(path, at, report.to_json())
             frame.stderr.print(f"noted in {escape(str(path / EVALUATION))}")
@@ -121,6 +127,20 @@ def _source(path: Path, arguments: Arguments, overrides: Mapping[str, str]) -> t
             "so give files with --prompts"
         )
     return settings, arguments.step
+
+
+def _check_target(path: Path, settings: Settings, network: Drafter, *, other_target: bool) -> None:
+    """Refuse a target other than the one that a run or an exported folder notes."""
+    from paceline.export.target import check_target
+    from paceline.target.facts import describe_target
+
+    identity: Mapping[str, str] | None = None
+    if is_run_directory(path):
+        identity = read_run_facts(path).get("target")
+    elif (note := path / "paceline.json").is_file():
+        identity = json.loads(note.read_text(encoding="utf-8")).get("target", {}).get("identity")
+    facts = describe_target(settings.target)
+    check_target(str(path), network.spec, facts, None if other_target else identity)
 
 
 def _bare_settings(target: str, overrides: Mapping[str, str]) -> Settings:
@@ -190,6 +210,8 @@ def show(reports: Mapping[str, EvaluationReport]) -> None:
 
 def _rows(report: EvaluationReport) -> list[tuple[str, str]]:
     """What a table says of one report: name and text."""
+    from paceline.check.findings import size
+
     rows: list[tuple[str, Any]] = [
         ("τ, over target passes", f"{report.tau_micro:.3f}"),
         ("τ, over prompts", f"{report.tau_macro:.3f}"),
@@ -212,6 +234,13 @@ def _rows(report: EvaluationReport) -> list[tuple[str, str]]:
             ratio = report.plain_seconds_per_token / report.seconds_per_token
             speed += f" ({ratio:.2f}x as fast as plain)"
         rows.append(("time per token", speed))
+    memory = report.memory
+    rows.append(("weights, target + drafter", f"{size(memory.target_weights)} + {size(memory.drafter_weights)}"))
+    cached = f"{size(memory.target_cache_per_token)} + {size(memory.drafter_cache_per_token)}"
+    rows.append(("cache of a token, target + drafter", cached))
+    rows.append(("features of a token", size(memory.features_per_token)))
+    if report.set_aside:
+        rows.append(("prompts set aside, too long for the target", str(len(report.set_aside))))
     rows += [(f"draft {rate.slot} stands, given those before", _share(rate.conditional)) for rate in report.slots]
     rows += [(f"τ, tag {escape(tag)}", f"{entry.tau:.3f}") for tag, entry in report.by_tag.items()]
     rows += [(f"τ, context {name} tokens", f"{entry.tau:.3f}") for name, entry in report.by_context.items()]

@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from paceline.errors import DataError, DrafterError
+from paceline.errors import DataError
 from paceline.evaluate.choice import Choice, Greedy
+from paceline.evaluate.fit import check_pair
 from paceline.target.session import TargetSession
 
 if TYPE_CHECKING:
     from paceline.drafter.network import Drafter
-    from paceline.drafter.spec import DrafterSpec
     from paceline.target.frozen import Target
 
 
@@ -240,29 +240,6 @@ def context_room(target: Target, prompt_length: int) -> int:
             f"prompt: has {prompt_length} tokens, but {target.facts.path} has {limit} positions; shorten the prompt"
         )
     return limit - prompt_length + 1
-
-
-def check_pair(target: Target, spec: DrafterSpec) -> None:
-    """Refuses a drafter that was made for another target: one line per difference.
-
-    Raises:
-        DrafterError: hidden size, vocabulary, depth or taps differ.
-    """
-    facts = target.facts
-    pairs = {
-        "hidden size": (spec.hidden_size, facts.hidden_size),
-        "vocabulary": (spec.vocab_size, facts.vocab_size),
-        "target layers": (spec.num_target_layers, facts.num_layers),
-        "taps": (list(spec.taps), target.taps),
-    }
-    faults = [
-        f"drafter for another target: its {name} {theirs} is not {ours} of {facts.path}; give the target that it was "
-        "trained on"
-        for name, (theirs, ours) in pairs.items()
-        if theirs != ours
-    ]
-    if faults:
-        raise DrafterError(*faults)
 
 
 def prompt_tensor(ids: Sequence[int], target: Target) -> Tensor:

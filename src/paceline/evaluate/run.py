@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from paceline.config import EvaluateConfig
-from paceline.errors import DataError
-from paceline.evaluate.decode import Decoded, check_pair, greedy_decode, speculative_decode
+from paceline.evaluate.decode import Decoded, greedy_decode, speculative_decode
+from paceline.evaluate.fit import check_pair, fitting
 from paceline.evaluate.measures import (
     GroupTau,
     Lossless,
@@ -22,6 +22,7 @@ from paceline.evaluate.measures import (
     macro_tau,
     slot_rates,
 )
+from paceline.evaluate.memory import Memory, measure_memory
 from paceline.evaluate.parity import training_accepted
 
 if TYPE_CHECKING:
@@ -94,6 +95,8 @@ class EvaluationReport:
         seconds_per_token, plain_seconds_per_token: wall time, prompts' forward left out.
         dtype: compute type.
         rows: the prompts.
+        set_aside: one line about each prompt that is longer than the target's positions.
+        memory: bytes that decoding holds and moves.
     """
 
     num_prompts: int
@@ -115,6 +118,8 @@ class EvaluationReport:
     plain_seconds_per_token: float | None
     dtype: str
     rows: list[PromptRow]
+    set_aside: list[str]
+    memory: Memory
 
     def to_json(self) -> dict[str, Any]:
         """Nested plain values."""
@@ -136,7 +141,7 @@ def evaluate(
     Args:
         target: loaded in the compute type, with the drafter's taps.
         network: the drafter, on the target's device.
-        prompts: what to answer; the first `settings.num_prompts`.
+        prompts: what to answer: the first `settings.num_prompts`, without those that are too long for the target.
         settings: limits.
         progress: called with (prompts done, prompts) after each.
         check_lossless: also decode plainly and compare.
@@ -144,13 +149,11 @@ def evaluate(
         pieces: the text of each token of an answer, for the report.
 
     Raises:
-        DataError: no prompts, or one that cannot be decoded.
+        DataError: no prompts, none that fits, or one that cannot be decoded.
         DrafterError: drafter and target do not fit each other.
     """
     check_pair(target, network.spec)
-    chosen = list(prompts)[: settings.num_prompts]
-    if not chosen:
-        raise DataError("evaluate: no prompts; give a file with at least one chat")
+    chosen, set_aside = fitting(target, prompts[: settings.num_prompts])
     answers: list[Decoded] = []
     plain: list[Decoded] = []
     matched: list[int] = []
@@ -172,7 +175,8 @@ def evaluate(
         for prompt in chosen[:CONTROL_PROMPTS]
     ]
     texts = [pieces(answer.ids) if pieces else [f" {token}" for token in answer.ids] for answer in answers]
-    return _report(target, network, chosen, answers, plain, (expected, matched), control, check_lossless, texts)
+    report = _report(target, network, chosen, answers, plain, (expected, matched), control, check_lossless, texts)
+    return dataclasses.replace(report, set_aside=set_aside)
 
 
 def _report(
@@ -227,6 +231,8 @@ def _report(
         plain_seconds_per_token=_seconds(plain),
         dtype=str(target.dtype).removeprefix("torch."),
         rows=[_row(*three) for three in zip(prompts, answers, texts, strict=True)],
+        set_aside=[],
+        memory=measure_memory(target, network, whole.tau or None),
     )
 
 

@@ -15,7 +15,8 @@ import numpy as np
 import torch
 
 from paceline.evaluate.choice import Choice, Greedy
-from paceline.evaluate.decode import Answer, Decoded, Pass, check_pair, draft_logits, prompt_tensor
+from paceline.evaluate.decode import Answer, Decoded, Pass, draft_logits, prompt_tensor
+from paceline.evaluate.fit import check_pair
 from paceline.evaluate.tree import DraftTree, build_tree
 from paceline.target.session import TargetSession
 

@@ -103,8 +103,8 @@ class GrowingLayer(DynamicLayer):
 
     @property
     def num_bytes(self) -> int:
-        """Of the storage."""
-        return sum(room.nbytes for room in self._room or ())
+        """Of the tokens that are held; the storage may have room for as many again."""
+        return sum(room[:, :, : self.held].nbytes for room in self._room or ())
 
 
 def _moved(old: Tensor, begin: int, kept: int, room: int) -> Tensor:
@@ -127,7 +127,7 @@ def new_cache(config: Any, *, forgets: bool = True) -> Any:
             cache.layers[index] = GrowingLayer(layer.sliding_window, forgets=forgets)
         elif type(layer) is DynamicLayer:
             cache.layers[index] = GrowingLayer()
-        elif hasattr(layer, "activate_past_recording"):
+        elif not is_recurrent(layer) and hasattr(layer, "activate_past_recording"):
             layer.activate_past_recording()
     return cache
 

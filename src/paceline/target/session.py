@@ -123,6 +123,6 @@ class TargetSession:
         self.length = start + places.shape[0]
 
     @property
-    def num_bytes(self) -> int:
-        """Memory that the cache takes, with room for tokens to come."""
+    def used_bytes(self) -> int:
+        """Bytes of the cached tokens and of recurrent state."""
         return sum(layer_bytes(layer) for layer in self._cache.layers)
