@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from paceline.compose import Composition, epoch_plan
+from paceline.compose import Composition
 from paceline.contracts import Ratio, StepReport, TagTotals
 from paceline.cost import drafter_flops, target_flops
 
@@ -28,14 +28,12 @@ class Account:
 
     def __init__(self, run: Composition) -> None:
         self._run = run
-        self._plan_of = functools.lru_cache(maxsize=2)(
-            functools.partial(epoch_plan, run.settings, run.spec, run.source)
-        )
+        self._plan_of = functools.lru_cache(maxsize=2)(run.plan_of)
         self._supervised = run.source.supervised
         self._tags, self._codes, self._members = tag_table(run.source.names())
         flow, peaks = run.settings.flow, run.settings.observe.peak_tflops
         self._peaks = {
-            stage: sum(found) * 1e12
+            stage: sum(found) * 1e12 * run.machines.place.count
             for stage, devices in (("target", flow.target_devices), ("drafter", flow.drafter_devices))
             if all(found := [peaks.get(name, peaks.get(name.partition(":")[0], 0.0)) for name in devices])
         }

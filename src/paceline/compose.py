@@ -19,6 +19,7 @@ from paceline.drafter.anchors import sample_anchors
 from paceline.drafter.spec import DrafterSpec, derive_spec
 from paceline.errors import ConfigError, DataError
 from paceline.feed.collate import collate
+from paceline.flow.machines import ALONE, Machines
 from paceline.flow.messages import StepOrder
 from paceline.plan.epoch import EpochPlan, plan_epoch
 from paceline.plan.intake import groups_of_tags
@@ -41,6 +42,8 @@ class Composition:
         heldout: the tokenised held-out samples, where there are any to validate on.
         orders: every optimizer step of the run.
         first_step: steps that a checkpoint already holds.
+        replicas: drafter ranks that the plan was made for: those that the run was started with.
+        machines: that train it together, seen from this one.
         damaged: a sentence for each newer checkpoint that is not as it was written.
     """
 
@@ -53,7 +56,18 @@ class Composition:
     heldout: TokenStore | None
     orders: list[StepOrder]
     first_step: int
+    replicas: int
+    machines: Machines = ALONE
     damaged: tuple[str, ...] = ()
+
+    @property
+    def num_ranks(self) -> int:
+        """Drafter ranks of all machines."""
+        return self.machines.place.count * len(self.settings.flow.drafter_devices)
+
+    def plan_of(self, epoch: int) -> EpochPlan:
+        """The plan of one epoch."""
+        return epoch_plan(self.settings, self.spec, self.source, epoch, self.replicas)
 
     @property
     def remaining(self) -> list[StepOrder]:
@@ -80,35 +94,36 @@ def resolve_spec(settings: Settings) -> tuple[TargetFacts, list[int], DrafterSpe
     return facts, list(taps), derive_spec(settings.drafter, facts, taps, mask_id)
 
 
-def compose(settings: Settings) -> Composition:
+def compose(settings: Settings, machines: Machines = ALONE) -> Composition:
     """Everything about a run that can be known, and refused, before a model loads.
+
+    Args:
+        settings: of the run.
+        machines: that train it together; the first of them owns the run directory.
 
     Raises:
         PacelineError: one line per fault.
     """
-    check_support(settings)
+    check_support(settings, machines.place.count)
     facts, taps, spec = resolve_spec(settings)
     source = open_store(settings.store_path)
-    orders = step_orders(settings, functools.partial(epoch_plan, settings, spec, source))
+    replicas = machines.agree({}, _replicas(settings, machines))
+    orders = step_orders(settings, functools.partial(epoch_plan, settings, spec, source, replicas=replicas))
     if not orders:
         raise DataError(f"{settings.store_path}: no optimizer step can be planned from its {len(source.lengths)} rows")
-    kept = settings.evaluate.validation_samples and settings.heldout_store_path.is_dir()
-    heldout = open_store(settings.heldout_store_path) if kept else None
-    check_saving(settings, spec, facts, heldout is not None)
-    run_dir = rundir.open_run(
-        settings,
-        {
-            "drafter": spec.to_dict(),
-            "target": dict(facts.identity),
-            "target_fingerprint": facts.fingerprint,
-            "data_fingerprint": source.fingerprint,
-            "total_steps": len(orders),
-            **_init(settings, spec),
-        },
+    run_dir, first, heldout, damaged = Path(settings.run_dir), 0, None, ()
+    if machines.first:
+        if settings.evaluate.validation_samples and settings.heldout_store_path.is_dir():
+            heldout = open_store(settings.heldout_store_path)
+        check_saving(settings, spec, facts, heldout is not None)
+        of_run = {**_facts_of_run(facts, spec, source, orders, replicas), **_init(settings, spec)}
+        run_dir = rundir.open_run(settings, of_run)
+        first, damaged = store.resume_point(run_dir)
+        first = min(first, len(orders))
+    first = machines.agree(_facts_of_machine(settings, facts, spec, source, orders), first)
+    return Composition(
+        settings, run_dir, facts, taps, spec, source, heldout, orders, first, replicas, machines, damaged
     )
-    first, damaged = store.resume_point(run_dir)
-    first = min(first, len(orders))
-    return Composition(settings, run_dir, facts, taps, spec, source, heldout, orders, first, damaged)
 
 
 def _init(settings: Settings, spec: DrafterSpec) -> dict[str, Any]:
@@ -121,8 +136,57 @@ def _init(settings: Settings, spec: DrafterSpec) -> dict[str, Any]:
     return {"init": check_init(settings.drafter.init, spec, settings.target.path)}
 
 
-def epoch_plan(settings: Settings, spec: DrafterSpec, source: TokenStore, epoch: int) -> EpochPlan:
-    """The plan of one epoch: a pure function of lengths, settings, seed and epoch."""
+def _replicas(settings: Settings, machines: Machines) -> int:
+    """Ranks that the plan is made for. They stay those of the run's first start, so that its windows stay the same."""
+    if rundir.is_run_directory(Path(settings.run_dir)) and machines.first:
+        known = rundir.read_run_facts(Path(settings.run_dir)).get("replicas")
+        if known is not None:
+            return int(known)
+    return machines.place.count * len(settings.flow.drafter_devices)
+
+
+def _facts_of_run(
+    facts: TargetFacts, spec: DrafterSpec, source: TokenStore, orders: Sequence[StepOrder], replicas: int
+) -> dict[str, Any]:
+    """What makes the run what it is, beside its settings."""
+    return {
+        "drafter": spec.to_dict(),
+        "target": dict(facts.identity),
+        "target_fingerprint": facts.fingerprint,
+        "data_fingerprint": source.fingerprint,
+        "total_steps": len(orders),
+        "replicas": replicas,
+    }
+
+
+def _facts_of_machine(
+    settings: Settings, facts: TargetFacts, spec: DrafterSpec, source: TokenStore, orders: Sequence[StepOrder]
+) -> dict[str, Any]:
+    """What must be the same on all machines of a run."""
+    sections = ("seed", "plan", "drafter", "objective", "optimizer", "train")
+    versions = {f"version of {name}": version for name, version in rundir.versions().items() if name != "platform"}
+    return {
+        **{name: getattr(settings, name) for name in sections},
+        "flow.drafter_devices (number)": len(settings.flow.drafter_devices),
+        "target": facts.fingerprint,
+        "drafter shape": spec.to_dict(),
+        "data": source.fingerprint,
+        "steps": len(orders),
+        "steps with a checkpoint": [order.step for order in orders if order.save],
+        **versions,
+    }
+
+
+def epoch_plan(
+    settings: Settings, spec: DrafterSpec, source: TokenStore, epoch: int, replicas: int | None = None
+) -> EpochPlan:
+    """The plan of one epoch: a pure function of lengths, settings, replicas, seed and epoch.
+
+    Args:
+        settings, spec, source: of the run.
+        epoch: 0-based.
+        replicas: drafter ranks to plan for; None: those of one machine.
+    """
     weights = settings.plan.weights
     return plan_epoch(
         source.lengths,
@@ -130,7 +194,7 @@ def epoch_plan(settings: Settings, spec: DrafterSpec, source: TokenStore, epoch:
         settings.plan,
         num_anchors=settings.drafter.num_anchors,
         block_size=spec.block_size,
-        replicas=len(settings.flow.drafter_devices),
+        replicas=len(settings.flow.drafter_devices) if replicas is None else replicas,
         seed=settings.seed,
         epoch=epoch,
         groups=groups_of_tags(source.names(), weights) if weights else None,
@@ -158,11 +222,15 @@ def step_orders(settings: Settings, plan_of: Callable[[int], EpochPlan]) -> list
 
 
 def host_batches(run: Composition, orders: Sequence[StepOrder]) -> Iterator[HostBatch]:
-    """Host batches of these steps in plan order."""
-    plan_of = functools.lru_cache(maxsize=2)(functools.partial(epoch_plan, run.settings, run.spec, run.source))
+    """Host batches of these steps in plan order: those that this machine's drafter ranks train."""
+    plan_of = functools.lru_cache(maxsize=2)(run.plan_of)
+    here = len(run.settings.flow.drafter_devices)
+    ranks = range(run.machines.place.number * here, (run.machines.place.number + 1) * here)
     pad_id = run.facts.pad_token_id if run.facts.pad_token_id is not None else 0
     for order in orders:
         for index in order.batches:
+            if order.rank_of(index, run.num_ranks) not in ranks:
+                continue
             yield collate(
                 plan_of(order.epoch).batch(index),
                 run.source,
@@ -192,8 +260,8 @@ def validation_batches(run: Composition) -> list[HostBatch]:
     return found
 
 
-def check_support(settings: Settings) -> None:
-    """Refuse what this machine or this version cannot do; needs the settings alone.
+def check_support(settings: Settings, machines: int = 1) -> None:
+    """Refuse what this machine or this version cannot do; needs the settings and the number of machines alone.
 
     Raises:
         ConfigError: one line per fault.
@@ -212,6 +280,8 @@ def check_support(settings: Settings) -> None:
                 faults.append(f"flow.{role}: {name}: no such device here; there are cpu and {count} CUDA devices")
     if settings.flow.mode == "inline" and len(settings.flow.target_devices) + len(settings.flow.drafter_devices) > 2:
         faults.append("flow.mode: inline runs one target and one drafter; list one device each or use pipeline")
+    if settings.flow.mode == "inline" and machines > 1:
+        faults.append(f"flow.mode: inline runs on one machine, WORLD_SIZE is {machines}; use pipeline")
     on_cpu = [name for name in settings.flow.drafter_devices if not name.startswith("cuda")]
     for key, value in (("attention", "flex"), ("head", "liger")):
         if on_cpu and getattr(settings.drafter, key) == value:

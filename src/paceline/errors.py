@@ -12,6 +12,7 @@ PacelineError
 ├── StageError (RuntimeError)        a stage of the pipeline failed; names stage, batch and samples
 ├── TrackerError (RuntimeError)      a metrics sink that cannot start
 ├── MetricError (ValueError)         a metric that the catalogue does not know
+├── PeerError (ConnectionError)      another rank of the drafters' group is gone
 └── Interrupted (RuntimeError)       the user asked to stop; exit code 130
 
 Every class pickles (errors cross process borders) and also is the builtin it refines.
@@ -73,6 +74,10 @@ class ExportError(PacelineError, ValueError):
 
 class StageError(PacelineError, RuntimeError):
     """A stage of the pipeline failed; the text names stage, batch and samples."""
+
+
+class PeerError(PacelineError, ConnectionError):
+    """Another rank of the drafters' group is gone, so that nothing can be added up with it."""
 
 
 class TrackerError(PacelineError, RuntimeError):

@@ -25,18 +25,19 @@ import torch.distributed as dist
 from paceline.account import Account
 from paceline.checkpoint import rundir, store
 from paceline.checkpoint.writer import CheckpointWriter
-from paceline.compose import Composition, epoch_plan, host_batches, validation_batches
+from paceline.compose import Composition, host_batches, validation_batches
 from paceline.config import Settings
 from paceline.contracts import StepReport
 from paceline.drafter.spec import DrafterSpec
 from paceline.errors import PacelineError
-from paceline.flow.hub import Hub
+from paceline.flow.hub import Hub, Share
+from paceline.flow.machines import GroupPlace, meeting_prefix
 from paceline.flow.messages import StepOrder
 from paceline.flow.pool import BufferPool
 from paceline.flow.prefetch import Prefetcher
 from paceline.flow.profile import PROFILE_FILE, StepProfile
 from paceline.flow.stop import StopRequest
-from paceline.flow.witness import PeakMemory
+from paceline.flow.witness import Elsewhere, PeakMemory
 from paceline.flow.worker import Worker
 from paceline.observe.observer import Observer, open_observer
 from paceline.saving import Saving, checkpoint_writer
@@ -70,7 +71,7 @@ class LearnerRecipe:
     Attributes:
         settings, spec, run_dir, total_steps, first_step: of the run.
         rank: which of `flow.drafter_devices`.
-        port: of the store on which several ranks find one another; 0 for a rank that is alone.
+        group: where it finds the other ranks; None for a rank that is alone.
     """
 
     settings: Settings
@@ -79,7 +80,7 @@ class LearnerRecipe:
     total_steps: int
     first_step: int
     rank: int = 0
-    port: int = 0
+    group: GroupPlace | None = None
 
     @property
     def device(self) -> str:
@@ -107,28 +108,53 @@ class LearnerRecipe:
             total_steps=self.total_steps,
             seed=settings.seed,
             device=self.device,
-            world=self._join() if self.port else None,
+            world=self.group.join(self.device) if self.group else None,
             teacher=teacher,
         )
-        if self.first_step:
-            learner.load_state_dict(store.read_checkpoint(self.run_dir, self.first_step))
-        elif settings.drafter.init is not None:
-            learner.network.load_state_dict(initial_weights(settings.drafter.init))
+        if self.group is not None and self.group.across_machines:
+            self._start_as_the_first(learner, self.group)
+        else:
+            self._begin(learner)
         return learner
 
-    def _join(self) -> dist.ProcessGroup:
-        backend = "nccl" if self.device.startswith("cuda") else "gloo"
-        meeting = dist.TCPStore("127.0.0.1", self.port, is_master=False)
-        ranks = len(self.settings.flow.drafter_devices)
-        dist.init_process_group(backend, store=meeting, rank=self.rank, world_size=ranks)
-        group = dist.group.WORLD
-        assert group is not None, "init_process_group made the default group"
-        return group
+    def _begin(self, learner: Learner) -> None:
+        """Take on the checkpoint that the run goes on from, or the drafter folder that it begins with."""
+        if self.first_step:
+            learner.load_state_dict(store.read_checkpoint(self.run_dir, self.first_step))
+        elif self.settings.drafter.init is not None:
+            learner.network.load_state_dict(initial_weights(self.settings.drafter.init))
+
+    def _start_as_the_first(self, learner: Learner, group: GroupPlace) -> None:
+        """All ranks take on the state of rank 0, which alone reads the checkpoint: the disk need not be shared."""
+        from paceline.drafter.ranks import spread_state
+
+        assert learner.world is not None, "the rank has joined its group"
+        state = None
+        if group.rank == 0:
+            self._begin(learner)
+            state = learner.state_dict()
+        learner.load_state_dict(spread_state(state, learner.world, learner.device))
 
 
 def recipe(run: Composition, rank: int = 0, port: int = 0) -> LearnerRecipe:
-    """How a drafter rank of this run is built."""
-    return LearnerRecipe(run.settings, run.spec, run.run_dir, len(run.orders), run.first_step, rank, port)
+    """How a drafter rank of this run is built.
+
+    Args:
+        run: from `compose`.
+        rank: which of this machine's.
+        port: of this machine's store, where it is the only one and several ranks must find one another.
+    """
+    place, group = run.machines.place, None
+    if run.num_ranks > 1 and (port or place.count > 1):
+        group = GroupPlace(
+            place.address,
+            port or place.port,
+            f"{meeting_prefix(place)}/ranks",
+            place.number * len(run.settings.flow.drafter_devices) + rank,
+            run.num_ranks,
+            place.count > 1,
+        )
+    return LearnerRecipe(run.settings, run.spec, run.run_dir, len(run.orders), run.first_step, rank, group)
 
 
 def train(run: Composition, *, notice: Callable[[str], None], console: Console | None = None) -> Outcome:
@@ -144,16 +170,48 @@ def train(run: Composition, *, notice: Callable[[str], None], console: Console |
         CheckpointError: a checkpoint could not be written.
     """
     orders = run.remaining
+    if not orders and not run.machines.first:
+        return Outcome(run.first_step, len(run.orders), stopped=False)
     if not orders:
         store.read_checkpoint(run.run_dir, run.first_step)
         return Outcome(run.first_step, len(run.orders), stopped=False)
-    first_plan = epoch_plan(run.settings, run.spec, run.source, orders[0].epoch)
+    observer = _observer(run, orders[0], console) if run.machines.first else Elsewhere()
+    engine = _inline if run.settings.flow.mode == "inline" else _pipeline
+    last, status = run.first_step, "failed: unforeseen"
+    profile = run.run_dir / PROFILE_FILE
+    if run.machines.first:
+        profile.unlink(missing_ok=True)
+    try:
+        _tell_of_checkpoints(run, observer)
+        account = Account(run)
+        with StopRequest(notice) as stop:
+            for report in engine(run, orders, stop, observer, Saving(run, observer)):
+                observer.step(account(report) if run.machines.first else report)
+                last = report.step
+        status = "finished" if last == len(run.orders) else "stopped"
+        if run.settings.observe.profile_steps is not None and run.machines.first:
+            observer.note(f"profile of the steps: {profile}" if profile.exists() else "no step was profiled")
+    except KeyboardInterrupt:
+        status = "interrupted"
+        raise
+    except PacelineError as fault:
+        status = f"failed: {fault.faults[0]}"
+        _log_failure(run, fault, observer)
+        raise
+    finally:
+        observer.close(status)
+    held = store.newest_step(run.run_dir) if run.machines.first else last
+    return Outcome(held, len(run.orders), stopped=status == "stopped")
+
+
+def _observer(run: Composition, first: StepOrder, console: Console | None) -> Observer:
+    plan = run.plan_of(first.epoch)
     header = {
         **rundir.read_run_facts(run.run_dir),
-        "samples_per_epoch": first_plan.num_samples,
-        "bucket_edges": first_plan.edges.tolist(),
+        "samples_per_epoch": plan.num_samples,
+        "bucket_edges": plan.edges.tolist(),
     }
-    observer = open_observer(
+    return open_observer(
         run.settings.observe,
         run.run_dir,
         total_steps=len(run.orders),
@@ -161,35 +219,11 @@ def train(run: Composition, *, notice: Callable[[str], None], console: Console |
         first_step=run.first_step,
         console=console,
     )
-    engine = _inline if run.settings.flow.mode == "inline" else _pipeline
-    last, status = run.first_step, "failed: unforeseen"
-    profile = run.run_dir / PROFILE_FILE
-    profile.unlink(missing_ok=True)
-    try:
-        _tell_of_checkpoints(run, observer)
-        account = Account(run)
-        with StopRequest(notice) as stop:
-            for report in engine(run, orders, stop, observer, Saving(run, observer)):
-                observer.step(account(report))
-                last = report.step
-        status = "finished" if last == len(run.orders) else "stopped"
-        if run.settings.observe.profile_steps is not None:
-            observer.note(f"profile of the steps: {profile}" if profile.exists() else "no step was profiled")
-    except KeyboardInterrupt:
-        status = "interrupted"
-        raise
-    except PacelineError as fault:
-        status = f"failed: {fault.faults[0]}"
-        _log_failure(run.run_dir, fault, observer)
-        raise
-    finally:
-        observer.close(status)
-    return Outcome(store.newest_step(run.run_dir), len(run.orders), stopped=status == "stopped")
 
 
-def _tell_of_checkpoints(run: Composition, observer: Observer) -> None:
+def _tell_of_checkpoints(run: Composition, observer: Observer | Elsewhere) -> None:
     """What the user should know of the checkpoint that the run goes on from; damaged ones do not count any more."""
-    if not run.first_step:
+    if not run.first_step or not run.machines.first:
         return
     store.put_aside_after(run.run_dir, run.first_step)
     for text in run.damaged:
@@ -205,7 +239,11 @@ def _profile(run: Composition) -> StepProfile:
 
 
 def _inline(
-    run: Composition, orders: Sequence[StepOrder], stop: Callable[[], bool], observer: Observer, saves: Saving
+    run: Composition,
+    orders: Sequence[StepOrder],
+    stop: Callable[[], bool],
+    observer: Observer | Elsewhere,
+    saves: Saving,
 ) -> Iterator[StepReport]:
     from paceline.drafter.worker import with_validation
     from paceline.target.guard import guard_first_batch
@@ -257,7 +295,7 @@ def _take(writer: CheckpointWriter, step: int, learner: Learner, note: Mapping[s
 class _Stopwatch:
     """Times the stages of one step and draws their spans."""
 
-    def __init__(self, observer: Observer) -> None:
+    def __init__(self, observer: Observer | Elsewhere) -> None:
         self._observer = observer
         self.waits_s: dict[str, float] = {}
 
@@ -272,7 +310,11 @@ class _Stopwatch:
 
 
 def _pipeline(
-    run: Composition, orders: Sequence[StepOrder], stop: Callable[[], bool], observer: Observer, saves: Saving
+    run: Composition,
+    orders: Sequence[StepOrder],
+    stop: Callable[[], bool],
+    observer: Observer | Elsewhere,
+    saves: Saving,
 ) -> Iterator[StepReport]:
     from paceline.drafter.worker import DrafterStage
     from paceline.target.worker import TargetStage
@@ -285,8 +327,9 @@ def _pipeline(
         getattr(torch, settings.target.dtype),
         run.facts.hidden_size if settings.objective.needs_teacher else 0,
     )
-    ranks = len(flow.drafter_devices)
-    meeting = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if ranks > 1 else None
+    ranks, place = len(flow.drafter_devices), run.machines.place
+    own = ranks > 1 and place.count == 1
+    meeting = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if own else None
     workers: list[Worker] = []
     validation = validation_batches(run)
     opening = [StepOrder(0, -1, -1, range(len(validation)), save=False)] if validation else []
@@ -298,7 +341,8 @@ def _pipeline(
             workers.append(Worker(f"target {number} ({device})", TargetStage, arguments, threads=flow.threads))
         for rank, device in enumerate(flow.drafter_devices):
             build = recipe(run, rank, meeting.port if meeting else 0)
-            stage = (build, pool, checkpoint_writer(run), None if rank else _profile(run), len(run.orders))
+            profile = _profile(run) if rank == 0 and run.machines.first else None
+            stage = (build, pool, checkpoint_writer(run), profile, len(run.orders), place.count > 1)
             workers.append(Worker(f"drafter {rank} ({device})", DrafterStage, stage, threads=flow.threads))
         hub = Hub(
             workers[:-ranks],
@@ -310,6 +354,7 @@ def _pipeline(
             stall_limit_s=flow.stall_limit_s,
             stop_requested=stop,
             saves=saves,
+            share=Share(place.number * ranks, run.num_ranks, place.count, run.machines.fault),
             witness=observer,
             buffer_bytes=pool.num_bytes // pool.num_buffers,
             token_bytes=(pool.columns + pool.last_columns) * pool.dtype.itemsize,
@@ -331,9 +376,11 @@ def _most_tokens(run: Composition) -> int:
     return min(plan.token_budget, plan.max_samples * int(run.source.lengths.max()))
 
 
-def _log_failure(run_dir: Path, fault: PacelineError, observer: Observer) -> None:
+def _log_failure(run: Composition, fault: PacelineError, observer: Observer | Elsewhere) -> None:
     """Keep the traceback of a failed stage; the user sees one line."""
     notes = getattr(fault, "__notes__", [])
     if notes:
-        (run_dir / "failure.log").write_text("\n".join([*fault.faults, *notes]) + "\n", encoding="utf-8")
+        name = "failure.log" if run.machines.first else f"failure-machine-{run.machines.place.number}.log"
+        run.run_dir.mkdir(parents=True, exist_ok=True)
+        (run.run_dir / name).write_text("\n".join([*fault.faults, *notes]) + "\n", encoding="utf-8")
     observer.event("failure", fault=str(fault))

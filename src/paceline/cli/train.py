@@ -67,16 +67,23 @@ def run(argv: Sequence[str]) -> int:
 def train_run(settings: Settings) -> Outcome:
     """Prepare where needed, show what is about to be trained, train, say how it ended."""
     from paceline.compose import check_support, compose, resolve_spec
+    from paceline.flow.machines import joined, this_place
 
-    check_support(settings)
-    check_writable(Path(settings.run_dir))
+    place = this_place()
+    check_support(settings, place.count)
+    if place.number == 0:
+        check_writable(Path(settings.run_dir))
     resolve_spec(settings)
-    ready_store(settings)
-    from paceline.train import train
+    with joined(place, settings.flow.stall_limit_s) as machines:
+        machines.in_turn(lambda: ready_store(settings))
+        from paceline.train import train
 
-    composition = compose(settings)
-    show_run(composition)
-    outcome = train(composition, notice=frame.notice, console=frame.stderr)
+        composition = compose(settings, machines)
+        show_run(composition)
+        outcome = train(composition, notice=frame.notice, console=frame.stderr)
+    if not machines.first:
+        frame.stderr.print(f"machine {place.number} of {place.count} is done at step {outcome.step}")
+        return outcome
     where = escape(str(composition.run_dir))
     if outcome.stopped:
         frame.stderr.print(
@@ -121,5 +128,8 @@ def show_run(composition: Composition) -> None:
         + (f", going on from {composition.first_step}" if composition.first_step else ""),
         f"flow     {flow.mode}, {flow.delivery}: {', '.join(flow.target_devices)} → {', '.join(flow.drafter_devices)}",
     ]
+    place = composition.machines.place
+    if place.count > 1:
+        lines.append(f"machine  {place.number} of {place.count}, joined at {place.address}:{place.port}")
     for line in lines:
         frame.stderr.print(line, markup=False)

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from paceline.contracts import FeatureBatch, Ratio, StepReport
 from paceline.drafter.learner import Learner
+from paceline.drafter.ranks import any_asks, check_equal
 from paceline.flow.messages import (
     BufferReleased,
     CloseWindow,
@@ -53,6 +54,7 @@ class DrafterStage:
         keep: writes the state.
         profile: steps that are profiled.
         last_step: of the run.
+        several_machines: whether ranks must hear of stops that users ask for elsewhere.
     """
 
     def __init__(
@@ -62,9 +64,11 @@ class DrafterStage:
         keep: Keep,
         profile: StepProfile | None = None,
         last_step: int = 0,
+        several_machines: bool = False,
     ) -> None:
         self._learner = build()
         self._profile, self._last_step = profile, last_step
+        self._several_machines = several_machines
         self._pool, self._keep = pool, keep
         self._step_ended = time.perf_counter()
         self._validation: list[FeatureBatch] = []
@@ -93,9 +97,18 @@ class DrafterStage:
             if self._profile is not None:
                 self._profile.after(order.step, last=order.step == self._last_step)
             self._step_ended = time.perf_counter()
-            yield WindowClosed(report)
+            yield WindowClosed(report, self._agree(message))
         elif isinstance(message, SaveState):
             self._keep.put(message.step, self._learner.state_dict(), message.note)
             if message.last:
                 self._keep.wait()
             yield StateSaved(message.step)
+
+    def _agree(self, message: CloseWindow) -> bool:
+        """With all ranks: that their weights are equal, and whether to stop."""
+        world = self._learner.world
+        if world is None:
+            return message.stop
+        if message.order.save:
+            check_equal(self._learner.optimizer.parameters, world)
+        return any_asks(message.stop, world) if self._several_machines else message.stop

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from paceline.contracts import HostBatch, StepReport
 from paceline.errors import Interrupted, PacelineError, StageError
+from paceline.flow.machines import LEAD
 from paceline.flow.messages import (
     BufferReleased,
     CloseWindow,
@@ -41,6 +42,31 @@ from paceline.flow.worker import Worker
 Key = tuple[int, int]
 """(epoch, index): a micro-batch of the run."""
 
+PEER_PATIENCE_S = 5.0
+"""A rank that misses another one is believed to be the cause itself only after this long."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """The part of every window that this machine's drafter ranks train.
+
+    Attributes:
+        first_rank: of this machine.
+        num_ranks: of all machines; None: as many as there are here.
+        machines: how many machines train together.
+        fault: what ended the run on another machine; None while all are well.
+    """
+
+    first_rank: int = 0
+    num_ranks: int | None = None
+    machines: int = 1
+    fault: Callable[[], str | None] = lambda: None
+
+    @property
+    def writes(self) -> bool:
+        """Whether checkpoints are written on this machine."""
+        return self.first_rank == 0
+
 
 @dataclass(slots=True)
 class Waits:
@@ -55,7 +81,7 @@ class Hub:
     """Joins target workers and drafter ranks.
 
     Args:
-        targets, drafters: running workers; drafter *r* trains replica *r*.
+        targets, drafters: running workers.
         num_buffers: buffers of the pool.
         feed: host batches in plan order, ahead on a thread.
         orders: the optimizer steps to take, in order.
@@ -64,6 +90,7 @@ class Hub:
         stop_requested: asked between windows; True ends the run after the open window, with a checkpoint.
         saves: says when the state is written. Before it is, the step's report has been taken in; the window after it
             waits until then, so that a checkpoint never is ahead of what is known about it.
+        share: which part of the windows is trained here.
         witness: sees every span of work, queue depths and memory.
         buffer_bytes, token_bytes: size of one buffer of the pool, and of one token's features in it.
     """
@@ -80,6 +107,7 @@ class Hub:
         stall_limit_s: float,
         stop_requested: Callable[[], bool] = lambda: False,
         saves: Saves | None = None,
+        share: Share | None = None,
         witness: Witness | None = None,
         buffer_bytes: int = 0,
         token_bytes: int = 0,
@@ -97,6 +125,12 @@ class Hub:
         self._open: StepOrder | None = None
         self._missing: list[Key] = []
         self._closing: dict[int, dict[str, StepReport]] = {}
+        self._share = share or Share()
+        self._num_ranks = self._share.num_ranks or len(self._drafters)
+        self._ranks = range(self._share.first_rank, self._share.first_rank + len(self._drafters))
+        self._reported = next((order.step for order in self._orders if order.step), 1) - 1
+        self._stop_after: int | None = None
+        self._suspect: tuple[StageError, float] | None = None
         self._saves: Saves = saves or PlannedSaves()
         self._to_save: int | None = None
         self._num_saving = 0
@@ -112,13 +146,23 @@ class Hub:
         """
         yield from self._await_ready()
         while self._orders or self._open is not None or self._closing or self._num_saving:
-            if self._open is None and not self._closing and self._orders and self._stop_requested():
+            if self._open is None and not self._closing and self._orders and self._stops_before(self._orders[0]):
                 self._orders.clear()
                 if self.last_step is not None:
                     self._save(self.last_step)
             self._dispatch()
             self._forward()
             yield from self._listen()
+
+    def _stops_before(self, order: StepOrder) -> bool:
+        """Whether the user's wish to stop takes effect here: several machines stop after a step that all agree on."""
+        if self._share.machines == 1:
+            return self._stop_requested()
+        return self._stop_after is not None and order.step > self._stop_after
+
+    def _must_wait(self, order: StepOrder) -> bool:
+        """Whether this machine is as far ahead of the others as it may be."""
+        return self._share.machines > 1 and order.step > self._reported + LEAD
 
     def _await_ready(self) -> Iterator[StepReport]:
         workers = [*self._targets, *self._drafters]
@@ -163,23 +207,32 @@ class Hub:
     def _forward(self) -> None:
         while True:
             if self._open is None:
-                if not self._orders or self._to_save is not None or self._stop_requested():
+                if not self._orders or self._to_save is not None or self._stops_before(self._orders[0]):
+                    return
+                if self._must_wait(self._orders[0]):
                     return
                 self._open = self._orders.popleft()
-                self._missing = [(self._open.epoch, index) for index in self._open.batches]
+                self._missing = [(self._open.epoch, index) for index in self._mine(self._open)]
             candidates = self._missing[:1] if self._delivery == "ordered" else self._missing
             key = next((key for key in candidates if key in self._computed), None)
             if key is not None:
                 task = self._computed.pop(key)
                 self._missing.remove(key)
                 if self._open.step:
-                    self._drafters[task.host.planned.replica].send(task)
+                    rank = self._open.rank_of(task.host.planned.index, self._num_ranks)
+                    self._drafters[rank - self._share.first_rank].send(task)
                 else:
                     self._drafters[0].send(KeepTask(task.host, task.buffer))
             elif self._missing:
                 return
             if not self._missing:
                 self._close(self._open)
+
+    def _mine(self, order: StepOrder) -> list[int]:
+        """Micro-batches of a window that this machine's ranks train."""
+        if not order.step:
+            return list(order.batches)
+        return [index for index in order.batches if order.rank_of(index, self._num_ranks) in self._ranks]
 
     def _close(self, order: StepOrder) -> None:
         self._open = None
@@ -188,18 +241,20 @@ class Hub:
         self._closing[order.step] = {}
         self.last_step = order.step
         for worker in self._drafters:
-            worker.send(CloseWindow(order))
-        if self._saves.due(order):
+            worker.send(CloseWindow(order, self._stop_requested()))
+        if self._share.writes and self._saves.due(order):
             self._to_save = order.step
 
     def _save(self, step: int) -> None:
         """Ranks are equal after every step: the first writes the checkpoint."""
+        if not self._share.writes:
+            return
         self._to_save = None
         self._num_saving += 1
         self._drafters[0].send(SaveState(step, self._saves.announce(step), last=not self._orders))
 
     def _listen(self) -> Iterator[StepReport]:
-        workers = [*self._targets, *self._drafters]
+        workers = [worker for worker in (*self._targets, *self._drafters) if not worker.lost_peer]
         by_handle: dict[Any, Worker] = {worker.connection: worker for worker in workers}
         sentinels = {worker.process.sentinel: worker for worker in workers}
         hungry = bool(self._idle) and bool(self._free) and self._next_host is None and not self._feed.finished
@@ -214,6 +269,11 @@ class Hub:
                 yield from self._receive(worker)
                 raise StageError(f"stage {worker.name} {worker.death()} while working on {worker.doing()}")
         self._watch(workers)
+        elsewhere = self._share.fault()
+        if elsewhere is not None:
+            raise StageError(elsewhere)
+        if self._suspect is not None and time.monotonic() > self._suspect[1]:
+            raise self._suspect[0]
 
     def _watch(self, workers: Sequence[Worker]) -> None:
         for worker in workers:
@@ -244,7 +304,11 @@ class Hub:
         if isinstance(payload, Failed):
             fault = StageError(f"stage {worker.name} failed on {payload.doing}: {payload.fault}")
             fault.add_note(payload.trace)
-            raise fault
+            if not payload.peer:
+                raise fault
+            worker.lost_peer = True
+            self._suspect = self._suspect or (fault, time.monotonic() + PEER_PATIENCE_S)
+            return
         task = worker.outstanding.popleft()
         waits = self._waits["target" if isinstance(payload, FeaturesReady) else "drafter"]
         waits.busy += reply.busy_s
@@ -262,6 +326,9 @@ class Hub:
             reports[worker.name] = payload.report
             if len(reports) == len(self._drafters):
                 del self._closing[payload.report.step]
+                self._reported = payload.report.step
+                if payload.stop and self._stop_after is None:
+                    self._stop_after = self._reported + LEAD - 1
                 yield self._with_waits(reports[self._drafters[0].name])
                 if self._to_save == payload.report.step:
                     self._save(self._to_save)

@@ -30,6 +30,10 @@ class StepOrder:
     save: bool
     validate: bool = False
 
+    def rank_of(self, index: int, num_ranks: int) -> int:
+        """Which of so many drafter ranks trains a micro-batch of this window: in turn, as the plan deals replicas."""
+        return (index - self.batches.start) % num_ranks
+
 
 @dataclass(frozen=True, slots=True)
 class TargetTask:
@@ -71,16 +75,23 @@ class BufferReleased:
 
 @dataclass(frozen=True, slots=True)
 class CloseWindow:
-    """For a drafter rank: all micro-batches of the window were sent; take the optimizer step."""
+    """For a drafter rank: all micro-batches of the window were sent; take the optimizer step.
+
+    Attributes:
+        order: the step.
+        stop: whether the user has asked this machine to stop; the ranks tell one another.
+    """
 
     order: StepOrder
+    stop: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class WindowClosed:
-    """From a drafter rank: the step was taken."""
+    """From a drafter rank: the step was taken; ``stop``: on some machine the user has asked to stop."""
 
     report: StepReport
+    stop: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,11 +153,13 @@ class Failed:
         doing: what it was working on, in words.
         fault: one line.
         trace: the traceback, for the log.
+        peer: whether it only noticed that another rank is gone.
     """
 
     doing: str
     fault: str
     trace: str
+    peer: bool = False
 
 
 @dataclass(frozen=True, slots=True)

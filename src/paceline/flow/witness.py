@@ -9,6 +9,8 @@ from typing import Any, Protocol
 
 import torch
 
+from paceline.contracts import StepReport
+
 
 class Witness(Protocol):
     """Takes in what happens; returns at once."""
@@ -36,6 +38,29 @@ class Unobserved:
         """Nothing."""
 
     def gauge(self, name: str, value: float) -> None:
+        """Nothing."""
+
+
+class Elsewhere(Unobserved):
+    """Stands where the observer does on a machine whose run is observed from another one."""
+
+    def step(self, report: StepReport) -> None:
+        """Nothing."""
+
+    def event(self, kind: str, **fields: Any) -> None:
+        """Nothing."""
+
+    def note(self, text: str) -> None:
+        """Nothing."""
+
+    def newest(self, name: str) -> tuple[int, float] | None:
+        """Nothing is known here."""
+        return None
+
+    def warn(self, text: str) -> None:
+        """Nothing."""
+
+    def close(self, status: str) -> None:
         """Nothing."""
 
 

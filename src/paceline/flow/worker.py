@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import torch
 import torch.multiprocessing as multiprocessing
 
-from paceline.errors import PacelineError
+from paceline.errors import PacelineError, PeerError
 from paceline.flow.messages import Failed, Ready, Reply, Stop, describe
 from paceline.flow.witness import PeakMemory
 
@@ -68,7 +68,8 @@ def run_child(connection: Connection, threads: int, factory: Callable[..., Stage
     except Exception as fault:  # noqa: BLE001 - sent to the parent, which stops the run
         line = str(fault) if isinstance(fault, PacelineError) else f"{type(fault).__name__}: {fault}"
         line = line.strip().splitlines()[0] if line.strip() else type(fault).__name__
-        connection.send(Reply(Failed(describe(message), line, traceback.format_exc())))
+        peer = isinstance(fault, PeerError)
+        connection.send(Reply(Failed(describe(message), line, traceback.format_exc(), peer)))
         os._exit(1)
     connection.close()
     os._exit(0)
@@ -101,6 +102,8 @@ class Worker:
         """Tasks sent and not yet answered in full, oldest first."""
         self.last_heard = time.monotonic()
         self.ready = False
+        self.lost_peer = False
+        """Whether it ended because another rank was gone."""
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch", __name__])
         self.connection, theirs = context.Pipe()
