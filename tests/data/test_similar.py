@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from paceline.data import similar
-from paceline.data.similar import NEAR, Prompts, near_duplicates, repeats, signature
+from paceline.data.similar import NEAR, HeldOut, near_duplicates, repeats, signature
 
 
 def grams(ids: np.ndarray) -> set[tuple[int, ...]]:
@@ -74,7 +74,7 @@ def test_repeats_are_those_of_a_dictionary(
 
 def test_held_out_prompts_are_found_exactly_and_nearly() -> None:
     long = b"explain how the tide depends on the moon and on the shape of the coast, in three sentences"
-    prompts = Prompts([long, b"hi", b"hi"])
+    prompts = HeldOut([long, b"hi", b"hi"])
     assert prompts.holds(long) and prompts.holds(b"hi") and not prompts.holds(long + b"!")
     assert prompts.nearly_holds(long + b" please") and not prompts.nearly_holds(b"something that is quite different")
-    assert not Prompts().holds(b"") and not Prompts().nearly_holds(b"hi")
+    assert not HeldOut().holds(b"") and not HeldOut().nearly_holds(b"hi")

@@ -115,7 +115,9 @@ class Totals:
 def index_writer(folder: Path) -> Generator[IndexWriter, None, None]:
     """An `IndexWriter` with files in `folder` that have no names there, and are gone when it is left."""
     with ExitStack() as opened:
-        files = {name: opened.enter_context(tempfile.TemporaryFile(dir=folder)) for name in INDEX_SCHEMA.names}
+        files: dict[str, IO[bytes]] = {
+            name: opened.enter_context(tempfile.TemporaryFile(dir=folder)) for name in INDEX_SCHEMA.names
+        }
         yield IndexWriter(files)
 
 

@@ -170,7 +170,7 @@ def _with_objects(calls: Any, place: int) -> list[JsonDict]:
         if isinstance(function, Mapping) and isinstance(function.get("arguments"), str):
             try:
                 arguments = msgspec.json.decode(function["arguments"] or "{}")
-            except msgspec.DecodeError as fault:
+            except (msgspec.DecodeError, RecursionError) as fault:
                 raise SetAside("wrong_roles", f"turn {place}: arguments of a tool call are no JSON") from fault
             call = {**call, "function": {**function, "arguments": arguments}}
         found.append(dict(call))

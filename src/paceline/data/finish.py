@@ -49,8 +49,10 @@ def finish(
     *,
     target: Mapping[str, str],
     progress: Callable[[str, int, int], None],
+    warnings: Sequence[str] = (),
 ) -> PrepareReport:
-    """Make a store of the finished parts in `aside` and rename it to `store`; `target` is noted in its manifest.
+    """Make a store of the finished parts in `aside` and rename it to `store`; `target` is noted in its manifest, and
+    `warnings` in the report.
 
     Raises:
         DataError: no sample is left; one line with the reasons and an example of each.
@@ -74,6 +76,7 @@ def finish(
         totals = index.totals
     heldout = join_heldout(aside, made, numbers)
     report = _report(store, fingerprint, totals, tally, settings, heldout)
+    report.warnings.extend(warnings)
     manifest = {
         "format": FORMAT,
         "fingerprint": fingerprint,
@@ -96,7 +99,12 @@ def finish(
 
 
 def sweep(store: Path, which: str = "[0-9a-f]" * 12) -> None:
-    """Remove what ended runs (`which`: first digits of their fingerprint) left beside a store that is there; only under its lock."""
+    """Remove what ended runs left beside a store that is there; only under its lock.
+
+    Args:
+        store: folder of the store.
+        which: first digits of the runs' fingerprints, a pattern.
+    """
     for stale in store.parent.glob(f".{glob.escape(store.name)}.{which}.unfinished"):
         shutil.rmtree(stale)
     if (old := _replaced(store)).exists():

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -190,19 +190,42 @@ def _served_turns(conversation: Conversation, renderer: Renderer, encoder: Encod
     for number, place in enumerate(places):
         _refuse_end_tokens(messages[place], place, encoder)
         pairs = [(prompts[number], wholes[number]) for prompts, wholes in choices]
-        turns.append(_served_turn(messages[place], place, pairs, encoder))
+        if messages[place].get("tool_calls"):
+            _refuse_unwritten_calls(conversation, place, pairs[0][1], renderer)
+        turns.append(_served_turn(conversation, place, pairs, renderer, encoder))
     return turns
 
 
-def _served_turn(message: Mapping[str, Any], place: int, pairs: Sequence[tuple[str, str]], encoder: Encoder) -> _Turn:
+def _refuse_unwritten_calls(conversation: Conversation, place: int, whole: str, renderer: Renderer) -> None:
+    """Set the row aside where the template writes a turn as if it had no tool calls."""
+    *before, turn = conversation.messages[: place + 1]
+    silent = replace(conversation, messages=[*before, {key: turn[key] for key in turn if key != "tool_calls"}])
+    if renderer.texts(silent, [place + 1], renderer.variables(conversation)[0], generation=False) == [whole]:
+        raise SetAside("calls_not_written", f"turn {place}: the chat template does not render tool calls")
+
+
+def _served_turn(
+    conversation: Conversation, place: int, pairs: Sequence[tuple[str, str]], renderer: Renderer, encoder: Encoder
+) -> _Turn:
     """The turn behind the longest generation prompt that its rendering continues."""
+    message = conversation.messages[place]
     fitting = [(prompt, whole) for prompt, whole in pairs if whole.startswith(prompt)]
     if not fitting:
-        return _raw_turn(message, place, pairs[0], encoder)
+        return _raw_turn(conversation, place, pairs[0], renderer, encoder)
     prompt, whole = max(fitting, key=lambda pair: len(pair[0]))
-    answer, notes = _until_end(whole[len(prompt) :], encoder)
+    rest = whole[len(prompt) :]
+    _, end, notes = _closing(rest, place, encoder)
+    answer = rest[:end]
+    if not renderer.has_generation_prompt and _has_header(message, answer):
+        notes = (*notes, "header_supervised")
     lead = _empty_thought(message, answer)
     return _Turn(place, prompt, answer, lead, (*notes, "empty_thought") if lead else notes)
+
+
+def _has_header(message: Mapping[str, Any], answer: str) -> bool:
+    """Whether something stands before the text of an answer without thought."""
+    own = str(message["content"]).strip()
+    return bool(own) and not message.get("reasoning_content") and not answer.lstrip().startswith(own)
 
 
 def _empty_thought(message: Mapping[str, Any], answer: str) -> int:
@@ -216,8 +239,11 @@ def _empty_thought(message: Mapping[str, Any], answer: str) -> int:
     return found.end() if follows else 0
 
 
-def _raw_turn(message: Mapping[str, Any], place: int, pair: tuple[str, str], encoder: Encoder) -> _Turn:
+def _raw_turn(
+    conversation: Conversation, place: int, pair: tuple[str, str], renderer: Renderer, encoder: Encoder
+) -> _Turn:
     """The turn where its rendering leaves the generation prompt: the prompt opens a thought that history drops."""
+    message = conversation.messages[place]
     prompt, whole = pair
     content = message.get("content")
     opened = _OPEN_THOUGHT.search(prompt)
@@ -231,24 +257,43 @@ def _raw_turn(message: Mapping[str, Any], place: int, pair: tuple[str, str], enc
         written = f"{thought.strip(chr(10))}\n{closing}\n\n{content.lstrip(chr(10))}"
     else:
         raise SetAside("no_reasoning", f"turn {place}: the generation prompt opens a thought, the row has none")
-    answer = content.split(closing)[-1].strip()
-    found = whole.rfind(answer)
-    if not answer or found < 0:
-        raise SetAside("not_continued", f"turn {place}: the answer is not in what the template wrote")
-    ending, notes = _until_end(whole[found + len(answer) :], encoder)
-    return _Turn(place, prompt, written.rstrip() + ending, 0, notes)
+    (history,) = renderer.texts(conversation, [place], renderer.variables(conversation)[0], generation=False)
+    if not whole.startswith(history):
+        raise SetAside("not_continued", f"turn {place}: the template rewrites what stands before it")
+    turn = whole[len(history) :]
+    start, end, notes = _closing(turn, place, encoder)
+    after = _end_of(content.split(closing)[-1].strip(), turn[:start], bool(message.get("tool_calls")), place)
+    return _Turn(place, prompt, written.rstrip() + turn[after:end], 0, notes)
 
 
-def _until_end(text: str, encoder: Encoder) -> tuple[str, tuple[str, ...]]:
-    """What the target writes of the rendered rest of a turn: up to the first end token, included."""
+def _end_of(answer: str, turn: str, calls: bool, place: int) -> int:
+    """Where an answer ends in a turn without its closing: at the turn's end, or before the calls that follow it."""
+    body = turn.rstrip()
+    if answer and body.endswith(answer):
+        return len(body)
+    if not answer or not calls or turn.count(answer) != 1:
+        raise SetAside("not_continued", f"turn {place}: the answer cannot be placed in what the template wrote")
+    return turn.index(answer) + len(answer)
+
+
+def _closing(text: str, place: int, encoder: Encoder) -> tuple[int, int, tuple[str, ...]]:
+    """Where what closes the rendered rest of a turn starts and ends: the first end token, where there is one.
+
+    Raises:
+        SetAside: more than white space and special tokens follow the end token, at which a server would have stopped.
+    """
     match = encoder.end_pattern.search(text) if encoder.end_pattern else None
     if match:
-        return text[: match.end()], ()
+        rest = encoder.special_pattern.sub("", text[match.end() :]) if encoder.special_pattern else text[match.end() :]
+        if rest.strip():
+            raise SetAside("end_token_inside", f"turn {place}: {match.group()!r} comes before {rest.strip()[:40]!r}")
+        return match.start(), match.end(), ()
     # The turn is closed by something that is no end token of the tokenizer: a last special token, or nothing.
     closings = list(encoder.special_pattern.finditer(text)) if encoder.special_pattern else []
     if closings and not text[closings[-1].end() :].strip():
-        return text[: closings[-1].end()], ("closing_is_no_end_token",)
-    return text.rstrip(), ("no_closing_token",)
+        return closings[-1].start(), closings[-1].end(), ("closing_is_no_end_token",)
+    end = len(text.rstrip())
+    return end, end, ("no_closing_token",)
 
 
 def _refuse_end_tokens(message: Mapping[str, Any], place: int, encoder: Encoder) -> None:

@@ -12,7 +12,7 @@ import hashlib
 import json
 import multiprocessing
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,13 +22,13 @@ import numpy as np
 from paceline.config import DataConfig
 from paceline.contracts import JsonDict, differing_parts
 from paceline.data import store as stored
-from paceline.data.conversation import Conversation, SetAside, read_row
+from paceline.data.conversation import Conversation, ReadyTokens, SetAside, read_row
 from paceline.data.finish import finish, sweep
 from paceline.data.lock import store_lock
 from paceline.data.report import PrepareReport
-from paceline.data.similar import Prompts, prompt_of
+from paceline.data.similar import HeldOut, content_hash, prompt_of
 from paceline.data.sources import Piece, Source, find_files, read_piece, scan
-from paceline.data.tokenise import PieceWorker, finished, start_worker, store_folder, tokenise_piece
+from paceline.data.tokenise import PieceWorker, Tokeniser, finished, start_worker, store_folder, tokenise_piece
 from paceline.data.tokenizer import fingerprint_template, fingerprint_tokenizer, load_tokenizer
 from paceline.errors import DataError
 
@@ -100,12 +100,21 @@ def prepare(
             return found
         aside = store.with_name(f".{store.name}.{fingerprint[:12]}.unfinished")
         store_folder(aside).mkdir(parents=True, exist_ok=True)
-        worker = PieceWorker(
-            tokenizer_path, trust_remote_code, settings, count_eligible, str(aside), _heldout_prompts(held_pieces)
-        )
+        tokeniser = Tokeniser(tokenizer_path, trust_remote_code, settings)
+        heldout, warnings = _held_out(held_sources, held_pieces, tokeniser)
+        worker = PieceWorker(tokenizer_path, trust_remote_code, settings, count_eligible, str(aside), heldout)
         _tokenise_all(pieces, worker, settings.workers, aside, hear)
         return finish(
-            aside, store, pieces, sources, fingerprint, ingredients, settings, target=target or {}, progress=hear
+            aside,
+            store,
+            pieces,
+            sources,
+            fingerprint,
+            ingredients,
+            settings,
+            target=target or {},
+            progress=hear,
+            warnings=warnings,
         )
 
 
@@ -195,25 +204,36 @@ def _differences(theirs: JsonDict, ours: JsonDict) -> list[str]:
     return faults
 
 
-def _heldout_prompts(pieces: Sequence[Piece]) -> Prompts:
+def _held_out(sources: Sequence[Source], pieces: Sequence[Piece], tokeniser: Tokeniser) -> tuple[HeldOut, list[str]]:
+    """What must not be trained on, and a line for each held-out file without chats."""
     prompts: list[bytes] = []
+    hashes: list[int] = []
+    chats, others = [0] * len(sources), [0] * len(sources)
     for piece in pieces:
         for line, values in read_piece(piece):
             if isinstance(values, SetAside):
                 raise DataError(f"{piece.path}:{line}: held-out row is not valid JSON; repair or remove the line")
-            for row in _conversations(values):
-                prompts.append(prompt_of(row))
-    return Prompts(prompts)
-
-
-def _conversations(values: Any) -> Iterator[Conversation]:
-    """The row as a conversation; prompts without an answer, which held-out data may be, too."""
-    try:
-        row = read_row(values, answered=False)
-    except SetAside:
-        return
-    if isinstance(row, Conversation):
-        yield row
+            try:
+                row = read_row(values, answered=False)
+                if isinstance(row, Conversation):
+                    prompts.append(prompt_of(row))
+                    chats[piece.source] += 1
+                else:
+                    ids = row.ids if isinstance(row, ReadyTokens) else tokeniser.samples(row)[0].ids
+                    hashes.append(content_hash(np.asarray(ids, dtype=np.int32)))
+                    others[piece.source] += 1
+            except SetAside:
+                continue
+    said: list[str] = []
+    for source, asked, told in zip(sources, chats, others, strict=True):
+        if not asked and not told:
+            raise DataError(f"data.heldout: {source.path}: no row that can be read; give chats, text or tokens")
+        if not asked:
+            said.append(
+                f"{source.path} holds no chat: training rows with exactly the same tokens are left out, and its loss "
+                "can be measured, but it asks nothing, so `paceline evaluate` has no prompt in it"
+            )
+    return HeldOut(prompts, hashes), said
 
 
 def _tokenise_all(pieces: Sequence[Piece], worker: PieceWorker, workers: int, aside: Path, hear: Progress) -> None:

@@ -29,7 +29,7 @@ class Renderer:
             prompt it continues. A row's own template variables win.
 
     Raises:
-        DataError: the tokenizer has no chat template.
+        DataError: the tokenizer has no chat template, or one that is no valid Jinja.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, thinking: str = "auto") -> None:
@@ -46,6 +46,7 @@ class Renderer:
         self.has_generation_tags = _GENERATION_TAG.search(template) is not None
         self.has_thinking_switch = "enable_thinking" in template
         self.writes_the_date = "strftime_now" in template
+        self.has_generation_prompt = self._tried(tokenizer.name_or_path)
 
     def variables(self, conversation: Conversation) -> list[Mapping[str, Any]]:
         """Variables of the generation prompts that a server may have used, the likeliest first."""
@@ -55,6 +56,23 @@ class Renderer:
         if self._thinking != "auto":
             return [{**given, "enable_thinking": self._thinking == "on"}]
         return [given, {**given, "enable_thinking": False}, {**given, "enable_thinking": True}]
+
+    def _tried(self, name: str) -> bool:
+        """Render a question with every template; whether the generation prompt makes a difference."""
+        from jinja2.exceptions import TemplateSyntaxError
+
+        question = [{"role": "user", "content": "?"}]
+        found = True
+        try:
+            for tools in (None, [{"type": "function", "function": {"name": "f", "parameters": {}}}]):
+                chat = Conversation(question, tools)
+                texts = [self.texts(chat, [1], {}, generation=generation) for generation in (True, False)]
+                found = found and (tools is not None or texts[0] != texts[1])
+        except SetAside as refused:
+            if isinstance(fault := refused.__cause__, TemplateSyntaxError):
+                raise DataError(f"{name}: line {fault.lineno} of its chat template is broken: {fault}") from fault
+            return "add_generation_prompt" in self._template
+        return found
 
     def texts(
         self, conversation: Conversation, ends: Sequence[int], variables: Mapping[str, Any], *, generation: bool
@@ -97,7 +115,15 @@ class Renderer:
                 return_assistant_tokens_mask=spans,
                 **{**self._special, **variables},
             )
-        except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as fault:
+        except (
+            TemplateError,
+            TypeError,
+            ValueError,
+            LookupError,
+            AttributeError,
+            ArithmeticError,
+            RecursionError,
+        ) as fault:
             lines = str(fault).splitlines()
             raise SetAside("template_refuses", lines[0] if lines else type(fault).__name__) from fault
         return texts, indices

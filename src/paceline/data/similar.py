@@ -146,17 +146,23 @@ def prompt_of(conversation: Conversation) -> bytes:
     return "\n".join(asked).encode("utf-8", "surrogatepass")
 
 
-class Prompts:
-    """Held-out prompts, to be found again exactly or nearly (by their bytes' 5-grams).
+class HeldOut:
+    """What is held out: prompts, to be found again exactly or nearly (by their bytes' 5-grams), and tokens, exactly.
 
     Args:
         prompts: from `prompt_of`.
+        hashes: from `content_hash`, of samples.
     """
 
-    def __init__(self, prompts: Iterable[bytes] = ()) -> None:
+    def __init__(self, prompts: Iterable[bytes] = (), hashes: Iterable[int] = ()) -> None:
+        self._hashes = frozenset(hashes)
         distinct = list(dict.fromkeys(prompts))
         self._exact = frozenset(hashlib.blake2b(prompt, digest_size=8).digest() for prompt in distinct)
         self._signatures = np.stack([_byte_signature(prompt) for prompt in distinct]) if distinct else None
+
+    def holds_tokens(self, ids: np.ndarray) -> bool:
+        """Whether a sample of the same tokens is held out."""
+        return bool(self._hashes) and content_hash(ids) in self._hashes
 
     def holds(self, prompt: bytes) -> bool:
         """Whether the same prompt is held out."""

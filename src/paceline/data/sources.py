@@ -190,15 +190,25 @@ def scan(
 
 
 def read_piece(piece: Piece) -> Iterator[tuple[int, Any]]:
-    """Line number and row of each row of a piece; a line that is no JSON gives a `SetAside` in place of its row."""
+    """Line number and row of each row of a piece; a line that is no JSON gives a `SetAside` in place of its row.
+
+    Arrow and Parquet give every struct the fields of all rows, null where a row has none. A key that is null there is
+    one that the row never had: such keys are dropped, at every depth.
+    """
     if piece.kind == "jsonl":
         yield from _read_lines(piece)
         return
     line = piece.first_line
     for batch in _batches(piece):
         for row in batch.to_pylist():
-            yield line, row
+            yield line, _without_nulls(row)
             line += 1
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def read_rows(names: Sequence[str], key: str) -> Iterator[tuple[str, Any]]:
@@ -249,6 +259,8 @@ def _read_lines(piece: Piece) -> Iterator[tuple[int, Any]]:
                 yield line, decoder.decode(text)
             except (msgspec.DecodeError, UnicodeDecodeError) as fault:
                 yield line, SetAside("invalid_json", f"{fault}: {text[:60].decode('utf-8', 'replace').strip()}")
+            except RecursionError:
+                yield line, SetAside("invalid_json", f"nested too deeply: {text[:60].decode('utf-8', 'replace')}")
 
 
 def _hash(file: Path) -> str:

@@ -17,13 +17,12 @@ from paceline.data.conversation import Conversation, PlainText, ReadyTokens, Row
 from paceline.data.masks import Sample, check_generation_tags, plain_sample, ready_sample, samples_of, spans_of
 from paceline.data.rendering import Encoder, Renderer
 from paceline.data.report import Tally
-from paceline.data.similar import Prompts, prompt_of
+from paceline.data.similar import HeldOut, prompt_of
 from paceline.data.sources import Piece, read_piece
 from paceline.data.split import part_heldout, row_is_held_out, write_heldout
 from paceline.data.store import part_name
 from paceline.data.tags import conversation_tags
 from paceline.data.tokenizer import load_tokenizer
-from paceline.errors import PacelineError
 
 _CHECKED_ROWS = 32
 """Rows of a piece on which generation tags, and reading by pieces against reading whole, are compared."""
@@ -38,7 +37,7 @@ class PieceWorker:
         settings: lengths and policies.
         count_eligible: eligible anchors of a loss mask.
         folder: where parts are written.
-        heldout: prompts that must not be trained on.
+        heldout: prompts and tokens that must not be trained on.
     """
 
     tokenizer_path: str
@@ -46,7 +45,7 @@ class PieceWorker:
     settings: DataConfig
     count_eligible: Callable[[np.ndarray], int]
     folder: str
-    heldout: Prompts
+    heldout: HeldOut
 
 
 class Tokeniser:
@@ -176,14 +175,14 @@ def usable(
         if asked and worker.heldout.holds(asked):
             raise SetAside("heldout")
         made = tokeniser.samples(row)
+        if any(worker.heldout.holds_tokens(sample.ids) for sample in made):
+            raise SetAside("heldout")
         seen = conversation_tags(row)
         if isinstance(row, Conversation) and tally.rows_in <= _CHECKED_ROWS:
             tokeniser.check(row, where)
     except SetAside as found:
         tally.leave_out(found.reason, where, found.detail)
         return
-    except PacelineError:
-        raise
     for sample in made:
         try:
             kept, eligible = _fit(sample, worker, tally, where)

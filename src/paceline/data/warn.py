@@ -14,6 +14,7 @@ _WORTH_SAYING = (
     "near_duplicate",
     "heldout_near",
     "empty_thought",
+    "header_supervised",
     "no_closing_token",
     "closing_is_no_end_token",
     "cut_answer",
