@@ -32,16 +32,26 @@ class ContextCache:
         """Forgets all tokens from position `length` on."""
         self.length = max(0, min(self.length, length))
 
+    @property
+    def capacity(self) -> int:
+        """Tokens for which there is storage."""
+        return self._store[0][0].shape[1] if self._store else 0
+
     def layers(self, like: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Keys and values [G, length, E] of every draft layer; `like` gives type and device while nothing is stored."""
+        """Keys and values [G, capacity, E] of every draft layer, as they lie: what is beyond `length` means nothing.
+
+        Args:
+            like: gives type and device while nothing is stored.
+        """
         if not self._store:
             nothing = like.new_zeros(self._sizes[0], 0, self._sizes[1])
             return [(nothing, nothing)] * self._num_layers
-        return [(keys[:, : self.length], values[:, : self.length]) for keys, values in self._store]
+        return self._store
 
     def _grow(self, parts: Sequence[tuple[Tensor, Tensor]], capacity: int) -> None:
         def larger(old: Tensor | None, new: Tensor) -> Tensor:
-            room = torch.empty(new.shape[0], capacity, new.shape[2], dtype=new.dtype, device=new.device)
+            # Zeros: masked columns have weight 0, and 0 times what lies in fresh memory may be no number.
+            room = torch.zeros(new.shape[0], capacity, new.shape[2], dtype=new.dtype, device=new.device)
             if old is not None:
                 room[:, : self.length] = old[:, : self.length]
             return room

@@ -167,9 +167,19 @@ class Drafter(nn.Module):
             features: tap outputs of the tokens at positions `cache.length`, ..., [T, N·H].
         """
         positions = torch.arange(cache.length, cache.length + features.shape[0], device=features.device)
+        cache.append(self.context_parts(features, positions))
+
+    @torch.no_grad()
+    def context_parts(self, features: Tensor, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values [G, T, E] of context tokens, one pair a draft layer.
+
+        Args:
+            features: tap outputs, [T, N·H].
+            positions: of the tokens in their sequences, int64 [T].
+        """
         table = self._table(positions, features.dtype)
         context = self.context(features)
-        cache.append([layer.self_attn.keys_values(context, table) for layer in self.draft_layers()])
+        return [layer.self_attn.keys_values(context, table) for layer in self.draft_layers()]
 
     @torch.no_grad()
     def draft(self, cache: ContextCache, block_embeddings: Tensor, position: int) -> Tensor:
@@ -188,14 +198,31 @@ class Drafter(nn.Module):
         """
         if cache.length < position:
             raise DrafterError(f"the context cache holds {cache.length} tokens; a block at {position} needs {position}")
+        return self.draft_blocks(cache.layers(block_embeddings), cache.capacity, [position], block_embeddings[None])[0]
+
+    @torch.no_grad()
+    def draft_blocks(
+        self, contexts: Iterable[tuple[Tensor, Tensor]], room: int, positions: Sequence[int], block_embeddings: Tensor
+    ) -> Tensor:
+        """Hidden states of one block each of several sequences.
+
+        Args:
+            contexts: keys and values of every draft layer, [G, A·room, E]: sequence after sequence.
+            room: columns of a sequence, of which those before its block's position are seen.
+            positions: of the anchors in their sequences.
+            block_embeddings: embedded slots [A, K, D].
+
+        Returns:
+            Final normalised hidden states [A, K, D].
+        """
         layout = Layout.of(
-            np.array([cache.length]),
-            np.array([position]),
-            np.array([1]),
-            block_embeddings.shape[0],
+            np.full(len(positions), room),
+            np.asarray(positions, np.int64),
+            np.ones(len(positions), np.int64),
+            block_embeddings.shape[1],
             block_embeddings.device,
         )
-        return self._blocks(block_embeddings[None], cache.layers(block_embeddings), layout)[0]
+        return self._blocks(block_embeddings, contexts, layout)
 
     def context(self, features: Tensor) -> Tensor:
         """Context vectors [S, D] of features [S, N·H]."""

@@ -23,6 +23,7 @@ from paceline.target.session import TargetSession
 
 if TYPE_CHECKING:
     from paceline.drafter.network import Drafter
+    from paceline.drafter.spec import DrafterSpec
     from paceline.target.frozen import Target
 
 
@@ -188,9 +189,13 @@ def draft_logits(target: Target, network: Drafter, context: Any, token: int, pos
     slots[0] = token
     hidden = network.draft(context, target.embedding[slots].to(target.dtype), position)
     first = spec.first_draft_slot
+    return hidden[first : first + num_drafts(target, spec, position)] @ target.head.T.to(hidden.dtype)
+
+
+def num_drafts(target: Target, spec: DrafterSpec, position: int) -> int:
+    """Drafts of a block at a position: all, or as many as the target's positions leave."""
     limit = target.facts.max_position_embeddings
-    drafts = spec.num_drafts if limit is None else max(0, min(spec.num_drafts, limit - position - 1))
-    return hidden[first : first + drafts] @ target.head.T.to(hidden.dtype)
+    return spec.num_drafts if limit is None else max(0, min(spec.num_drafts, limit - position - 1))
 
 
 def greedy_decode(

@@ -101,6 +101,20 @@ class GrowingLayer(DynamicLayer):
         if self._room is not None:
             self._room = self._room[0][rows.to(self.device)], self._room[1][rows.to(self.device)]
 
+    def add_rows(self, other: GrowingLayer) -> None:
+        """Takes the sequences of another layer below its own; columns beyond what one holds mean nothing."""
+        if other._room is None:
+            return
+        held, rooms = max(self.held, other.held), [room for room in (self._room, other._room) if room is not None]
+        room = max(held, *(pair[0].shape[2] for pair in rooms))
+        parts = [
+            (_moved(keys, 0, layer.held, room), _moved(values, 0, layer.held, room))
+            for layer, (keys, values) in zip((self, other)[-len(rooms) :], rooms, strict=True)
+        ]
+        self.device, self.is_initialized = other.device, True
+        self._room = torch.cat([keys for keys, _ in parts]), torch.cat([values for _, values in parts])
+        self.held = held
+
     @property
     def num_bytes(self) -> int:
         """Of the tokens that are held; the storage may have room for as many again."""
@@ -109,7 +123,7 @@ class GrowingLayer(DynamicLayer):
 
 def _moved(old: Tensor, begin: int, kept: int, room: int) -> Tensor:
     """New storage for `room` tokens that starts with `kept` of the old one's tokens, from `begin` on."""
-    new = old.new_empty(*old.shape[:2], room, old.shape[3])
+    new = old.new_zeros(*old.shape[:2], room, old.shape[3])
     new[:, :, :kept] = old[:, :, begin : begin + kept]
     return new
 

@@ -25,15 +25,20 @@ class TargetSession:
     Attributes:
         length: tokens that the cache holds.
         replayed_tokens: tokens that had to be read again after rejections.
+        cache: transformers' cache.
+
+    Args:
+        target: the model.
+        forgets: whether layers with a window drop what is outside it.
     """
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: Target, *, forgets: bool = True) -> None:
         self.target = target
         self.length = 0
         self.replayed_tokens = 0
         self._reader = Reader(target)
-        self._cache = new_cache(target.model.config)
-        self._recurrent = [index for index, layer in enumerate(self._cache.layers) if is_recurrent(layer)]
+        self.cache = new_cache(target.model.config, forgets=forgets)
+        self._recurrent = [index for index, layer in enumerate(self.cache.layers) if is_recurrent(layer)]
         self._before: tuple[int, dict[int, dict[str, Any]]] = (0, {})
         self._read_since: list[Tensor] = []
 
@@ -58,7 +63,7 @@ class TargetSession:
         Returns:
             Logits [T, V] ([1, V] with `last_only`) and features [T, N·H].
         """
-        self._before = (self.length, {index: snapshot(self._cache.layers[index]) for index in self._recurrent})
+        self._before = (self.length, {index: snapshot(self.cache.layers[index]) for index in self._recurrent})
         self._read_since = [ids]
         if positions is None:
             positions = torch.arange(self.length, self.length + ids.shape[0], device=ids.device)
@@ -67,7 +72,7 @@ class TargetSession:
             cached = torch.arange(self.length, device=ids.device)
             everything = mask.new_ones(ids.shape[0], self.length)
             seen = Visibility(torch.cat([everything, mask], dim=1)[None], torch.cat([cached, positions])[None])
-        logits, features = self._reader.read(self._cache, ids[None], positions[None], seen, last_only=last_only)
+        logits, features = self._reader.read(self.cache, ids[None], positions[None], seen, last_only=last_only)
         self.length += ids.shape[0]
         return logits[0], features[0]
 
@@ -83,7 +88,7 @@ class TargetSession:
         removed = self.length - length
         replay = bool(states) and removed > 0
         cut = self.length - start if replay else removed
-        for index, layer in enumerate(self._cache.layers):
+        for index, layer in enumerate(self.cache.layers):
             if index not in states:
                 layer.crop(-cut)
             elif replay:
@@ -117,7 +122,7 @@ class TargetSession:
             start: tokens before it stay.
             places: int64 [M] relative to `start`.
         """
-        for layer in self._cache.layers:
+        for layer in self.cache.layers:
             if isinstance(layer, GrowingLayer):
                 layer.keep(places, start)
         self.length = start + places.shape[0]
@@ -125,4 +130,4 @@ class TargetSession:
     @property
     def used_bytes(self) -> int:
         """Bytes of the cached tokens and of recurrent state."""
-        return sum(layer_bytes(layer) for layer in self._cache.layers)
+        return sum(layer_bytes(layer) for layer in self.cache.layers)
