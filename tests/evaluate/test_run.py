@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from paceline.config import EvaluateConfig
-from paceline.errors import DataError
+from paceline.errors import DataError, TargetError
 from paceline.evaluate import run
 from paceline.evaluate.decode import Decoded, Pass, greedy_decode
 from paceline.evaluate.measures import by_context, group, histogram, macro_tau, slot_rates
@@ -68,6 +68,19 @@ def test_a_report_adds_up(report):
 
 def test_float64_is_lossless(report):
     assert (report.lossless.prompts, report.lossless.equal, report.lossless.faults) == (6, 6, 0)
+
+
+def test_several_prompts_at_once_give_the_same_report(make_pair, prompts, report):
+    target, network = make_pair("qwen3")
+    asked = [Prompt(f"p{at}", ids, ("even" if at % 2 == 0 else "odd",)) for at, ids in enumerate(prompts)]
+    settings = EvaluateConfig(num_prompts=6, max_new_tokens=24, batch_size=4)
+    together = evaluate(target, network, asked, settings, check_training=False)
+    assert [row.pieces for row in together.rows] == [row.pieces for row in report.rows]
+    assert [row.accepted for row in together.rows] == [row.accepted for row in report.rows]
+    assert together.lossless == report.lossless and together.plain_seconds_per_token is None
+    hybrid, blind = make_pair("qwen3_5_text")
+    with pytest.raises(TargetError, match="one prompt at a time"):
+        evaluate(hybrid, blind, asked, settings)
 
 
 def test_training_forward_agrees(report):

@@ -89,6 +89,8 @@ class EvaluateConfig(Section):
     """At most this many prompts: the first of each file, in turn."""
     max_new_tokens: int = Field(default=256, ge=1)
     """Longest answer."""
+    batch_size: int = Field(default=1, ge=1)
+    """Prompts that are decoded at once. Targets with recurrent layers decode one at a time."""
     dtype: Literal["float64", "float32", "bfloat16"] = "float32"
     """Compute type of the decode loop. In float64 the output must equal greedy decoding exactly."""
     every_steps: int = Field(default=200, ge=1)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from paceline.config import EvaluateConfig
+from paceline.evaluate.batch import batch_decode
 from paceline.evaluate.decode import Decoded, greedy_decode, speculative_decode
 from paceline.evaluate.fit import check_pair, fitting
 from paceline.evaluate.measures import (
@@ -92,7 +93,8 @@ class EvaluationReport:
         training_agrees: whether it is within 2 % of the decode loop's.
         control_tau: τ of a few prompts without features; near 1 for a drafter that reads its context.
         control_suspicious: whether that τ is so high that the evaluation or the drafter must be doubted.
-        seconds_per_token, plain_seconds_per_token: wall time, prompts' forward left out.
+        seconds_per_token, plain_seconds_per_token: wall time, prompts' forward left out; the second is None with
+            several prompts at once, since plain decoding takes them one by one.
         dtype: compute type.
         rows: the prompts.
         set_aside: one line about each prompt that is longer than the target's positions.
@@ -151,17 +153,22 @@ def evaluate(
     Raises:
         DataError: no prompts, none that fits, or one that cannot be decoded.
         DrafterError: drafter and target do not fit each other.
+        TargetError: several prompts at once, on a target that cannot.
     """
     check_pair(target, network.spec)
     chosen, set_aside = fitting(target, prompts[: settings.num_prompts])
-    answers: list[Decoded] = []
     plain: list[Decoded] = []
     matched: list[int] = []
     expected: list[int] = []
     limits = {"max_new_tokens": settings.max_new_tokens, "stop_ids": target.facts.eos_token_ids}
+    answers: list[Decoded] = []
+    if settings.batch_size > 1:
+        ids = [prompt.ids for prompt in chosen]
+        answers = batch_decode(target, network, ids, batch_size=settings.batch_size, **limits)
     for done, prompt in enumerate(chosen, start=1):
-        answer = speculative_decode(target, network, prompt.ids, **limits)
-        answers.append(answer)
+        if settings.batch_size == 1:
+            answers.append(speculative_decode(target, network, prompt.ids, **limits))
+        answer = answers[done - 1]
         if check_lossless:
             plain.append(greedy_decode(target, prompt.ids, **limits))
         if check_training and answer.passes:
@@ -176,6 +183,8 @@ def evaluate(
     ]
     texts = [pieces(answer.ids) if pieces else [f" {token}" for token in answer.ids] for answer in answers]
     report = _report(target, network, chosen, answers, plain, (expected, matched), control, check_lossless, texts)
+    if settings.batch_size > 1:
+        report = dataclasses.replace(report, plain_seconds_per_token=None)
     return dataclasses.replace(report, set_aside=set_aside)
 
 
