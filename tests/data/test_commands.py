@@ -52,8 +52,10 @@ def test_prepare_prints_what_it_did_and_what_it_left_out(settings: str, capsys: 
 
 
 def test_prepare_gives_json_to_programs(settings: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["prepare", settings, "--json", "--drafter.num_anchors", "3"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    assert main(["prepare", settings, "--json", "--show", "2", "--drafter.num_anchors", "3"]) == 0
+    out, err = capsys.readouterr()
+    found = json.loads(out)
+    assert err.count("⟦") == 2
     assert found["samples"] == 5 and found["set_aside"]["invalid_json"]["count"] == 1
     assert found["anchors"]["anchors"] == 15 and found["anchors"]["capped_samples"] == 5
     assert found["reused"] is False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -93,7 +94,29 @@ def test_old_answers_are_replaced_and_other_keys_kept(tmp_path):
     (made,) = read(tmp_path / "out.jsonl")
     assert [message["content"] for message in made["messages"]] == ["a", "A", "b", "B"]
     assert made["tags"] == ["x"]
-    assert made["id"] == prompt_id(messages) == prompt_id(row("a", "b")["messages"])
+    assert made["prompt_hash"] == prompt_id(messages) == prompt_id(row("a", "b")["messages"])
+    assert made["id"] == "theirs"
+    assert (
+        regenerate([prompt], Echo(), TOKENIZER, RegenerateSettings(GREEDY), tmp_path / "out.jsonl").already_there == 1
+    )
+
+
+def test_what_was_said_of_replaced_answers_goes_with_them(tmp_path):
+    prompt = row("a", truncated=True, finish_reason="length", answer_tokens=[9], sampling={}, model="other")
+    regenerate([prompt], Echo(), TOKENIZER, RegenerateSettings(GREEDY, model="me"), tmp_path / "out.jsonl")
+    (made,) = read(tmp_path / "out.jsonl")
+    assert "truncated" not in made and made["finish_reason"] == "stop" and made["answer_tokens"] == [1]
+    assert made["model"] == "me" and made["sampling"]["max_new_tokens"] == 8
+
+
+def test_one_question_in_several_modes_is_answered_in_each(tmp_path):
+    prompts = [row("a"), row("a", enable_thinking=True), row("a", chat_template_kwargs={"hint": "?", "other": 1})]
+    prompts += [row("a", chat_template_kwargs={"other": 1, "hint": "?"}), row("a", chat_template_kwargs={"hint": "!"})]
+    target = Echo()
+    report = regenerate(prompts, target, TOKENIZER, RegenerateSettings(GREEDY), tmp_path / "out.jsonl")
+    assert (report.written, report.repeated) == (4, 1)
+    assert [text.removeprefix("<user>a</><assistant>") for text in target.batches[0]] == ["", "", "?", "!"]
+    assert len({made["prompt_hash"] for made in read(tmp_path / "out.jsonl")}) == 4
 
 
 def test_ids_tell_prompts_apart():
@@ -237,12 +260,21 @@ def test_a_row_that_the_template_refuses_is_passed_over(tmp_path):
     assert report.written == 1 and len(report.refused) == 1 and "the chat template refuses it (no)" in report.refused[0]
 
 
-def test_an_output_of_other_settings_is_refused(tmp_path):
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"sampling": Sampling(max_new_tokens=8, temperature=0.5)}, r"sampling .* there, .*0\.5.* asked"),
+        ({"model": "another"}, "model mine there, another asked"),
+        ({"template": {"enable_thinking": False}}, r"template \{\} there, \{'enable_thinking': False\} asked"),
+    ],
+)
+def test_an_output_of_other_settings_is_refused(tmp_path, changed, words):
     output = tmp_path / "out.jsonl"
-    regenerate([row("a")], Echo(), TOKENIZER, RegenerateSettings(GREEDY), output)
-    warmer = RegenerateSettings(Sampling(max_new_tokens=8, temperature=0.5))
-    with pytest.raises(DataError, match=r"out\.jsonl:1: answered with .*choose another output"):
-        regenerate([row("b")], Echo(), TOKENIZER, warmer, output)
+    settings = RegenerateSettings(GREEDY, model="mine")
+    regenerate([row("a")], Echo(), TOKENIZER, settings, output)
+    with pytest.raises(DataError, match=rf"out\.jsonl:1: answered otherwise \({words}\); choose another output"):
+        regenerate([row("b")], Echo(), TOKENIZER, replace(settings, **changed), output)
+    assert len(read(output)) == 1
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import tyro
+from rich.console import Console
 from rich.text import Text
 
 from paceline.cli import frame
@@ -32,7 +33,7 @@ class Arguments:
     settings: Annotated[str, tyro.conf.Positional]
     """YAML file of the run."""
     show: int = 0
-    """Print this many samples, supervised tokens in colour."""
+    """Print this many samples, supervised tokens in colour; with --json on standard error."""
     json: bool = False
     """Print the report as JSON."""
     on_policy: int = 0
@@ -63,7 +64,8 @@ def run(argv: Sequence[str]) -> int:
         if scored:
             frame.stdout.print(f"on policy: {scored.sentence} ({scored.mean_nll:.3f} nats a token)", markup=False)
     if arguments.show:
-        _show(report.store, settings, arguments.show)
+        # Standard output is one JSON document where a program reads it.
+        _show(report.store, settings, arguments.show, frame.stderr if arguments.json else frame.stdout)
     return 0
 
 
@@ -218,14 +220,14 @@ def _counts(title: str, counts: Mapping[str, Count], words: Mapping[str, str]) -
     return text
 
 
-def _show(store: str, settings: Settings, count: int) -> None:
+def _show(store: str, settings: Settings, count: int, console: Console) -> None:
     from paceline.data.store import open_store
     from paceline.data.tokenizer import load_tokenizer
 
     opened = open_store(store)
     tokenizer = load_tokenizer(settings.target.path, settings.target.trust_remote_code)
     for row in range(min(count, len(opened))):
-        frame.stdout.print(draw_sample(opened, row, tokenizer))
+        console.print(draw_sample(opened, row, tokenizer))
 
 
 def draw_sample(store: TokenStore, row: int, tokenizer: PreTrainedTokenizerBase) -> Text:

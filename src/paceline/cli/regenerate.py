@@ -186,6 +186,7 @@ def _settings(arguments: Arguments, sampling: Sampling) -> RegenerateSettings:
         batch_size=arguments.batch_size,
         cut=arguments.cut,
         max_context_tokens=arguments.max_context,
+        model=str(Path(arguments.target)),
         template=_template(arguments),
     )
 

@@ -13,7 +13,7 @@ import random
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -225,13 +225,14 @@ def regenerate_remote(
     Args:
         prompts: rows with `messages`; other keys are kept.
         endpoint: the server.
-        settings: sampling, what becomes of cut answers, template variables; `batch_size` is not used.
+        settings: sampling, what becomes of cut answers, template variables; `batch_size` and `model` are not used.
         output: JSON lines file, made or continued; written in the order in which answers come.
         progress: hears of every finished row (1 each).
         count_tokens: tokens of a conversation with its generation prompt; called from many threads, and needed where
             `settings.max_context_tokens` is set.
 
-    Each row: as `regenerate` writes it, with `model`, and `reasoning_content` in the turns where the server gave it.
+    Each row: as `regenerate` writes it, with the server's name of the model, and `reasoning_content` in the turns where
+    the server gave it.
 
     Raises:
         DataError: a server that cannot be used or that failed too often; what was answered is kept.
@@ -254,9 +255,9 @@ def _regenerate(
     count_tokens: Callable[[OpenConversation], int] | None,
 ) -> RemoteReport:
     endpoint = client.endpoint
-    model = client.model()
+    settings = replace(settings, model=client.model())
     output.parent.mkdir(parents=True, exist_ok=True)
-    done = rows_there(output, settings.sampling) | rows_there(cut_path(output), settings.sampling)
+    done = rows_there(output, settings) | rows_there(cut_path(output), settings)
     counts = {"written": 0, "cut": 0, "already_there": 0, "repeated": 0, "answer_tokens": 0}
     refused: list[str] = []
 
@@ -267,7 +268,7 @@ def _regenerate(
             if isinstance(found, str):
                 refused.append(found)
             else:
-                _keep(found, model, settings, counts, kept, cut)
+                _keep(found, settings, counts, kept, cut)
             if progress:
                 progress(1)
 
@@ -279,7 +280,7 @@ def _regenerate(
         waiting: set[Future[OpenConversation | str]] = set()
         try:
             for conversation in open_conversations(prompts, done, counts):
-                waiting.add(pool.submit(_ask, conversation, client, model, settings, count_tokens))
+                waiting.add(pool.submit(_ask, conversation, client, settings, count_tokens))
                 # Twice as many as are under way, so that no thread waits for the reading of rows.
                 if len(waiting) >= 2 * endpoint.in_flight:
                     ready, waiting = wait(waiting, return_when=FIRST_COMPLETED)
@@ -299,13 +300,10 @@ def _regenerate(
     return RemoteReport(RegenerateReport(**counts), refused, client.retries)
 
 
-def _keep(
-    found: OpenConversation, model: str, settings: RegenerateSettings, counts: dict[str, int], kept: Any, cut: Any
-) -> None:
+def _keep(found: OpenConversation, settings: RegenerateSettings, counts: dict[str, int], kept: Any, cut: Any) -> None:
     was_cut = found.finish_reason == "length"
     dropped = was_cut and (settings.cut == "drop" or not found.answer_tokens)
-    found.extras["model"] = model
-    write_row(cut if dropped else kept, found, settings.sampling)
+    write_row(cut if dropped else kept, found, settings)
     counts["cut"] += was_cut
     counts["written"] += not dropped
     counts["answer_tokens"] += sum(found.answer_tokens)
@@ -314,7 +312,6 @@ def _keep(
 def _ask(
     conversation: OpenConversation,
     client: Client,
-    model: str,
     settings: RegenerateSettings,
     count_tokens: Callable[[OpenConversation], int] | None,
 ) -> OpenConversation | str:
@@ -330,7 +327,7 @@ def _ask(
                 conversation.too_long()
                 break
         try:
-            choice = client.answer(_request(conversation, model, settings), key)
+            choice = client.answer(_request(conversation, settings), key)
             reason = choice.get("finish_reason")
             if reason not in ("stop", "length"):
                 raise _Refused(f"finish_reason {reason!r}")
@@ -345,10 +342,10 @@ def _ask(
     return conversation
 
 
-def _request(conversation: OpenConversation, model: str, settings: RegenerateSettings) -> JsonDict:
+def _request(conversation: OpenConversation, settings: RegenerateSettings) -> JsonDict:
     sampling: Sampling = settings.sampling
     body: JsonDict = {
-        "model": model,
+        "model": settings.model,
         "messages": [_sent(turn, settings) for turn in conversation.said],
         "max_tokens": sampling.max_new_tokens,
         "temperature": sampling.temperature,

@@ -95,8 +95,6 @@ def prepare(
     fingerprint = hashlib.blake2b(json.dumps(ingredients, sort_keys=True).encode(), digest_size=16).hexdigest()
     with store_lock(store, lambda: hear("waiting", 0, 1)):
         if (found := _found_store(store, fingerprint, ingredients, replace=replace)) is not None:
-            if os.access(store.parent, os.W_OK):
-                sweep(store, fingerprint[:12])
             return found
         aside = store.with_name(f".{store.name}.{fingerprint[:12]}.unfinished")
         store_folder(aside).mkdir(parents=True, exist_ok=True)
@@ -176,6 +174,8 @@ def _found_store(store: Path, fingerprint: str, ingredients: JsonDict, *, replac
         raise DataError(f"{store}: is there and is no store; give another data.store, or move it away")
     manifest = stored.read_manifest(store)
     if manifest["fingerprint"] == fingerprint:
+        if os.access(store.parent, os.W_OK):
+            sweep(store, fingerprint[:12])
         return PrepareReport.from_json({**manifest["report"], "store": str(store), "reused": True})
     if replace:
         return None

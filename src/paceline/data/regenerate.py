@@ -23,6 +23,8 @@ from paceline.errors import DataError
 
 ASKING_ROLES = ("system", "developer", "user")
 """Roles that are kept from a prompt; `assistant` turns are made anew, but for those that call tools."""
+_STALE_KEYS = ("messages", "truncated")
+"""Keys of a row that said something of the answers that were replaced."""
 _KEPT_KEYS = ("tool_calls", "tool_call_id", "name", "reasoning_content")
 """What a kept turn of a tool, or one that calls it, has beside role and content."""
 
@@ -55,6 +57,7 @@ class RegenerateSettings:
             one without any answer is always dropped.
         max_context_tokens: a turn whose prompt and longest answer exceed this is not asked and counts as cut; None =
             no limit.
+        model: by which name rows say who answered: the model at a server, the target's folder in this process.
         template: further variables of the chat template, such as `{"enable_thinking": False}`; a row's own
             `chat_template_kwargs` and `enable_thinking` win.
         send_reasoning: whether a server gets the reasoning of earlier answers back, as `reasoning_content`: where the
@@ -65,8 +68,13 @@ class RegenerateSettings:
     batch_size: int = 16
     cut: Literal["drop", "mark"] = "drop"
     max_context_tokens: int | None = None
+    model: str = ""
     template: Mapping[str, Any] = field(default_factory=dict)
     send_reasoning: bool = False
+
+    def answered_by(self) -> JsonDict:
+        """What every row of one output has in common, as it stands in each."""
+        return {"sampling": asdict(self.sampling), "model": self.model, "template": dict(self.template)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,15 +160,17 @@ def unanswerable(messages: Sequence[Mapping[str, Any]]) -> str | None:
     return None
 
 
-def prompt_id(messages: Sequence[Mapping[str, Any]], tools: Any = None) -> str:
-    """A stable id of a prompt: 16 hex digits of a hash over roles and contents of the turns that stay, and tools."""
+def prompt_id(
+    messages: Sequence[Mapping[str, Any]], tools: Any = None, variables: Mapping[str, Any] | None = None
+) -> str:
+    """A stable id of a prompt: 16 hex digits of a hash over roles and contents of the turns that stay, tools, and the
+    row's own variables of the chat template."""
     asking: list[Any] = []
     for turn in kept_turns(messages):
         calls = [turn["tool_calls"]] if turn.get("tool_calls") else []
         asking.append([turn["role"], turn["content"], *calls])
-    if tools:
-        asking.append(["tools", tools])
-    return hashlib.sha256(msgspec.json.encode(asking)).hexdigest()[:16]
+    asking += [[name, value] for name, value in (("tools", tools), ("variables", variables)) if value]
+    return hashlib.sha256(msgspec.json.encode(asking, order="sorted" if variables else None)).hexdigest()[:16]
 
 
 def cut_path(output: Path) -> Path:
@@ -185,17 +195,17 @@ def regenerate(
         settings: see there.
         output: JSON lines file, made or continued. A last line that was cut by a kill is removed first.
 
-    Each row written: `id` (of the prompt), `messages`, `finish_reason`, `sampling`, `answer_tokens` (a count an
-    answer), and the prompt's other keys. An answer depends on its prompt and the sampling settings only, not on
-    order or batch.
+    Each row written: `prompt_hash`, `id` (the row's own, else the hash), `messages`, `finish_reason`,
+    `answer_tokens` (a count an answer), `sampling`, `model`, `template`, and the prompt's other keys. An answer depends
+    on its prompt and these settings only, not on order or batch.
 
     Raises:
-        DataError: for a row that is no prompt, or an output made with other sampling settings.
+        DataError: for a row that is no prompt, or an output made with other settings or by another target.
     """
     if settings.batch_size < 1:
         raise DataError(f"regenerate: batch_size is {settings.batch_size}; it must be at least 1")
     output.parent.mkdir(parents=True, exist_ok=True)
-    done = rows_there(output, settings.sampling) | rows_there(cut_path(output), settings.sampling)
+    done = rows_there(output, settings) | rows_there(cut_path(output), settings)
     counts = {"written": 0, "cut": 0, "already_there": 0, "repeated": 0, "answer_tokens": 0}
     refused: list[str] = []
     with output.open("ab") as kept, cut_path(output).open("ab") as cut:
@@ -207,7 +217,7 @@ def regenerate(
                     continue
                 was_cut = conversation.finish_reason == "length"
                 dropped = was_cut and (settings.cut == "drop" or not conversation.answer_tokens)
-                write_row(cut if dropped else kept, conversation, settings.sampling)
+                write_row(cut if dropped else kept, conversation, settings)
                 counts["cut"] += was_cut
                 counts["written"] += not dropped
                 counts["answer_tokens"] += sum(conversation.answer_tokens)
@@ -216,30 +226,38 @@ def regenerate(
     return RegenerateReport(**counts, refused=tuple(refused))
 
 
-def rows_there(path: Path, sampling: Sampling) -> set[str]:
-    """Ids of the rows a file holds; a torn last line is removed from it."""
+def rows_there(path: Path, settings: RegenerateSettings) -> set[str]:
+    """Hashes of the prompts that a file holds; a torn last line is removed from it.
+
+    Raises:
+        DataError: a row of something else, or one answered by another target or with other settings.
+    """
     if not path.exists():
         return set()
-    content = path.read_bytes()
-    whole = content.rfind(b"\n") + 1
-    if whole < len(content):
-        with path.open("r+b") as file:
-            file.truncate(whole)
-    ids = set()
-    for number, line in enumerate(content[:whole].splitlines(), start=1):
-        try:
-            row = msgspec.json.decode(line)
-            row_id, drawn = row["id"], Sampling(**row["sampling"])
-        except (msgspec.DecodeError, KeyError, TypeError) as error:
-            fault = f"{path}:{number}: not a row of an earlier run ({error}); choose another output"
-            raise DataError(fault) from error
-        if drawn != sampling:
-            raise DataError(
-                f"{path}:{number}: answered with {drawn}, but {sampling} is asked for; "
-                "choose another output or the same settings"
-            )
-        ids.add(row_id)
-    return ids
+    wanted = settings.answered_by()
+    found: set[str] = set()
+    whole = 0
+    with path.open("r+b") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.endswith(b"\n"):
+                break
+            whole += len(line)
+            try:
+                row = msgspec.json.decode(line)
+                found.add(row["prompt_hash"])
+                theirs = {name: row[name] for name in wanted}
+            except (msgspec.DecodeError, KeyError, TypeError) as error:
+                fault = f"{path}:{number}: not a row of an earlier run ({error}); choose another output"
+                raise DataError(fault) from error
+            if differing := [
+                f"{key} {theirs[key]} there, {wanted[key]} asked" for key in wanted if theirs[key] != wanted[key]
+            ]:
+                raise DataError(
+                    f"{path}:{number}: answered otherwise ({'; '.join(differing)}); "
+                    "choose another output or the same settings"
+                )
+        file.truncate(whole)
+    return found
 
 
 def open_conversations(
@@ -249,7 +267,7 @@ def open_conversations(
     seen: set[str] = set()
     for number, row in enumerate(prompts, start=1):
         messages = _checked(number, row)
-        row_id = prompt_id(messages, row.get("tools"))
+        row_id = prompt_id(messages, row.get("tools"), own_variables(row))
         if row_id in seen:
             counts["repeated"] += 1
             continue
@@ -257,7 +275,7 @@ def open_conversations(
         if row_id in done:
             counts["already_there"] += 1
             continue
-        extras = {key: value for key, value in row.items() if key != "messages"}
+        extras = {key: value for key, value in row.items() if key not in _STALE_KEYS}
         yield OpenConversation(row_id, extras, kept_turns(messages))
 
 
@@ -324,12 +342,16 @@ def fits(prompt_tokens: int, settings: RegenerateSettings) -> bool:
     return limit is None or prompt_tokens + settings.sampling.max_new_tokens <= limit
 
 
-def template_variables(conversation: OpenConversation, settings: RegenerateSettings) -> JsonDict:
-    """Variables of the chat template: those of the settings, and the row's own."""
-    row = conversation.extras
+def own_variables(row: Mapping[str, Any]) -> JsonDict:
+    """The variables of the chat template that a row sets itself."""
     own = row.get("chat_template_kwargs")
     switch = {"enable_thinking": row["enable_thinking"]} if isinstance(row.get("enable_thinking"), bool) else {}
-    return {**settings.template, **(own if isinstance(own, Mapping) else {}), **switch}
+    return {**(own if isinstance(own, Mapping) else {}), **switch}
+
+
+def template_variables(conversation: OpenConversation, settings: RegenerateSettings) -> JsonDict:
+    """Variables of the chat template: those of the settings, and the row's own."""
+    return {**settings.template, **own_variables(conversation.extras)}
 
 
 def prompt_tokens(conversation: OpenConversation, tokenizer: ChatTokenizer, settings: RegenerateSettings) -> list[int]:
@@ -357,15 +379,16 @@ def _append(conversation: OpenConversation, answer: GeneratedAnswer, tokenizer: 
     conversation.answer({"role": "assistant", "content": text}, len(answer.ids), answer.finish_reason)
 
 
-def write_row(file: IO[bytes], conversation: OpenConversation, sampling: Sampling) -> None:
+def write_row(file: IO[bytes], conversation: OpenConversation, settings: RegenerateSettings) -> None:
     """One row, flushed, so that a kill loses no more than the batch under way."""
     row = {
-        **conversation.extras,
         "id": conversation.row_id,
+        **conversation.extras,
+        "prompt_hash": conversation.row_id,
         "messages": conversation.said,
         "finish_reason": conversation.finish_reason,
-        "sampling": asdict(sampling),
         "answer_tokens": conversation.answer_tokens,
+        **settings.answered_by(),
     }
     file.write(msgspec.json.encode(row) + b"\n")
     file.flush()
