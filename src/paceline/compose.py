@@ -294,8 +294,9 @@ def check_support(settings: Settings, machines: int = 1) -> None:
         )
     if settings.plan.strategy == "packed":
         faults.append(
-            "plan.strategy: packed lists several documents a bin, and the target takes one document a row; "
-            "use grid (packed plans are for forwards that keep documents apart)"
+            f"plan.strategy: {settings.plan.strategy} does not go with target.rows: {settings.target.rows}: documents "
+            "of a packed plan share one row of the target, those of other plans have padded rows of their own; "
+            "set both to packed, or plan.strategy to grid and target.rows to padded"
         )
     if faults:
         raise ConfigError(*faults)

@@ -133,8 +133,9 @@ def test_a_device_that_is_not_there(make_run: MakeRun, capfd) -> None:
     assert "cuda:63" in line
 
 
-def test_packed_plans_are_refused_by_the_trainer(make_run: MakeRun, capfd) -> None:
-    assert "one document a row" in refused(["train", str(make_run(plan={"strategy": "packed"}))], capfd, 2)
+def test_packed_plans_and_packed_rows_go_together(make_run: MakeRun, capfd) -> None:
+    assert "set both to packed" in refused(["train", str(make_run(plan={"strategy": "packed"}))], capfd, 2)
+    assert "set both to packed" in refused(["train", str(make_run(target={"rows": "packed"}))], capfd, 2)
 
 
 def test_a_target_that_changed_under_the_run(make_run: MakeRun, tmp_path: Path, demo_assets: Path, capfd) -> None:

@@ -30,6 +30,9 @@ class TargetConfig(Section):
     """How many layers to tap when `taps` is unset."""
     attention: Literal["auto", "eager", "sdpa", "flash_attention_2"] = "auto"
     """Attention implementation that transformers is asked for."""
+    rows: Literal["padded", "packed"] = "padded"
+    """padded: one document a row of the target's forward. packed: all documents of a micro-batch in one row, where a
+    test at the start proves that they do not see one another; goes with `plan.strategy: packed`."""
     device_map: Literal["auto"] | list[str] | dict[str, str] | None = None
     """Spreads one target worker over several devices: auto, a list of devices, or a device for each module name.
     Unset: all of it on the worker's entry of `flow.target_devices`."""

@@ -34,14 +34,18 @@ class Target:
         structure: its layers, embedding and head.
         facts: what its folder says.
         taps: tapped layer ids, in feature order.
+        packed: whether the documents of a batch share one row, positions restarting, instead of a padded row each.
         device, dtype: where ids go in and of what type features come out.
     """
 
-    def __init__(self, model: Any, structure: Structure, facts: TargetFacts, taps: Sequence[int]) -> None:
+    def __init__(
+        self, model: Any, structure: Structure, facts: TargetFacts, taps: Sequence[int], *, packed: bool = False
+    ) -> None:
         self.model = model
         self.structure = structure
         self.facts = facts
         self.taps = list(taps)
+        self.packed = packed
         weight = structure.embedding.weight
         self.device: torch.device = weight.device
         self.dtype: torch.dtype = model.dtype
@@ -107,6 +111,11 @@ class Target:
             Features [S, N·H] and, when asked for, the last layer's output [S, H].
         """
         keep = torch.as_tensor(real_positions(lengths, ids.shape[1]), device=self.device)
+        if self.packed:
+            arguments = packed_arguments(self.model, ids, lengths, keep)
+            ids, keep = arguments["input_ids"], torch.arange(len(keep), device=self.device)
+        else:
+            arguments = self._row_arguments(ids, lengths)
         features = self._buffer(out, keep.numel())
         hidden = self.facts.hidden_size
         last: list[Tensor] = []
@@ -132,7 +141,7 @@ class Target:
         if with_last:
             handles.append(layers[-1].register_forward_hook(take_last))
         with hooked(handles), suppress(ForwardStopped):
-            self.model(**self._row_arguments(ids, lengths))
+            self.model(**arguments)
         return features, last[0] if last else None
 
     def _row_arguments(self, ids: Tensor, lengths: np.ndarray | Sequence[int]) -> dict[str, Any]:
@@ -163,6 +172,24 @@ class Target:
                 f"{self.dtype} are needed; size buffers by the plan's largest batch and the target's dtype"
             )
         return out.view(-1)[:needed].view(num_tokens, self.width)
+
+
+def packed_arguments(model: Any, ids: Tensor, lengths: np.ndarray | Sequence[int], keep: Tensor) -> dict[str, Any]:
+    """Arguments of a forward over all real tokens in one row [1, S], positions starting at 0 in every document.
+
+    No mask is given: transformers tells documents apart by the positions, which is proved at the start
+    (`packed.prove_packed`).
+
+    Args:
+        model: the target.
+        ids: right-padded rows, int64 [B, W].
+        lengths: real tokens of each row.
+        keep: places of the real tokens in the flattened rows, int64 [S].
+    """
+    arguments = row_arguments(model, ids.reshape(1, -1).index_select(1, keep))
+    parts = [torch.arange(int(length), device=ids.device) for length in lengths]
+    arguments["position_ids"] = torch.cat(parts)[None]
+    return arguments
 
 
 def real_positions(lengths: np.ndarray | Sequence[int], width: int) -> np.ndarray:

@@ -21,6 +21,7 @@ from paceline.target.ends import load_embedding_and_head, model_class
 from paceline.target.facts import describe_target, first_line, read_config
 from paceline.target.folder import resolve_folder
 from paceline.target.frozen import Target
+from paceline.target.packed import prove_packed
 from paceline.target.placement import home_of, placement_options
 from paceline.target.quantize import quantised, quantization_options, widen
 from paceline.target.structure import Structure, find_structure
@@ -60,7 +61,10 @@ def load_target(
     """
     check_taps(taps, describe_target(settings).num_layers)
     model, structure, facts = load_model(settings, device, dtype)
-    return Target(model, structure, facts, taps)
+    target = Target(model, structure, facts, taps, packed=settings.rows == "packed")
+    if target.packed:
+        prove_packed(target)
+    return target
 
 
 def load_model(
