@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from observe.step_reports import random_samples, report_of
+from observe.store_files import write_manifest
 from paceline.config import ObserveConfig, Settings, dump_settings
 from paceline.observe.observer import open_observer
 
@@ -22,6 +23,7 @@ def make_run(tmp_path: Path) -> Callable[..., Path]:
         observer = open_observer(settings, run_dir, total_steps=steps, header={"samples_per_epoch": 12 * steps})
         (run_dir / "settings.yaml").write_text(dump_settings(Settings(run_dir=str(run_dir), target={"path": "small"})))
         (run_dir / "run.json").write_text(json.dumps({"versions": {"paceline": "0.1.0"}, "drafter": {"block_size": 4}}))
+        write_manifest(run_dir)
         rng = np.random.default_rng(0)
         for step in range(1, steps + 1):
             observer.step(report_of(step, random_samples(rng)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from paceline.observe.beside import number
 from paceline.observe.finding import Finding, setting
 from paceline.observe.history import History
 from paceline.observe.jitter import explain_jitter
@@ -50,7 +51,10 @@ def one_sided_steps(run: History) -> list[Finding]:
         return []
     batches = {bucket: _total(run, f"micro_batches/bucket_{bucket}") for bucket in buckets}
     mostly = {bucket: _total(run, f"steps_mostly/bucket_{bucket}") for bucket in buckets}
-    steps, of_data = float(run.spans.sum()), {bucket: n / sum(batches.values()) for bucket, n in batches.items()}
+    steps, whole = float(run.spans.sum()), sum(batches.values())
+    if not whole:
+        return []
+    of_data = {bucket: count / whole for bucket, count in batches.items()}
     alone = run.pooled("window/one_bucket")
     # A bucket that is half of the data may well be most of a step.
     lopsided = sum(mostly[bucket] for bucket in buckets if of_data[bucket] < 0.5) / steps
@@ -97,8 +101,8 @@ def starved_tags(run: History) -> list[Finding]:
 
 def supervised_coverage(run: History) -> list[Finding]:
     """Answers of which blocks cover only a part, over all epochs together."""
-    share, epochs = run.pooled("coverage/supervised"), setting(run, "train", "epochs")
-    if run.status == "finished" or not isinstance(epochs, int):
+    share, epochs = run.pooled("coverage/supervised"), number(setting(run, "train", "epochs"))
+    if run.status == "finished" or epochs is None:
         epochs = int(run.epochs[-1]) + 1
     if not share * epochs < 0.5:
         return []

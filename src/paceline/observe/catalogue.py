@@ -30,17 +30,17 @@ REDUCTION_TEXT: dict[Reduction, str] = {
 }
 
 _PLACEHOLDERS = {
-    "bucket": r"\d+",
-    "slot": r"\d+",
-    "k": r"\d+",
-    "nodes": r"\d+",
-    "stage": r"[A-Za-z0-9_.:-]+",
+    "bucket": r"[0-9]{1,6}",
+    "slot": r"[0-9]{1,6}",
+    "k": r"[0-9]{1,6}",
+    "nodes": r"[0-9]{1,6}",
+    "stage": r"[A-Za-z0-9_.:-]{1,200}",
     "state": r"[a-z_]+",
-    "device": r"[A-Za-z0-9_.:-]+",
-    "queue": r"[A-Za-z0-9_.:-]+",
-    "term": r"[A-Za-z0-9_.-]+",
-    "tap": r"\d+",
-    "tag": r"[A-Za-z0-9_.:-]+",
+    "device": r"[A-Za-z0-9_.:-]{1,200}",
+    "queue": r"[A-Za-z0-9_.:-]{1,200}",
+    "term": r"[A-Za-z0-9_.-]{1,200}",
+    "tap": r"[0-9]{1,6}",
+    "tag": r"[A-Za-z0-9_.:-]{1,200}",
     "metric": r"[a-z0-9_]+(?:/[a-z0-9_]+)?",
 }
 

@@ -10,11 +10,12 @@ import numpy as np
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from paceline.errors import RunDirectoryError
+from paceline.observe.beside import shortened
 from paceline.observe.diagnosis import diagnose
 from paceline.observe.history import History, read_history
 from paceline.observe.jitter import explain_jitter
 from paceline.observe.numerals import duration, percent, short
-from paceline.observe.page import Html, element, figure, flat, joined, page, section, table
+from paceline.observe.page import MAX_CELL, MAX_ROWS, Html, element, figure, fitted, flat, joined, table
 from paceline.observe.plots import decoded_tau, last_tenth, tick
 from paceline.observe.svg import DASHES, condensed, drawing, label_ends, series_colour, smoothed, to_svg
 
@@ -64,13 +65,7 @@ def render_comparison(runs: Sequence[History]) -> str:
         ("environment", "Environment that differs", _differences([run.facts for run in runs], names)),
         ("missing", "What is missing", _missing(runs, names)),
     ]
-    shown = [(key, title, body) for key, title, body in parts if body]
-    return page(
-        " / ".join(names),
-        [(key, title) for key, title, _ in shown],
-        [section(key, title, body) for key, title, body in shown],
-        ramp=1,
-    )
+    return fitted(shortened(" / ".join(names), 200), parts, ramp=1)
 
 
 def _names(runs: Sequence[History]) -> list[str]:
@@ -127,7 +122,7 @@ def _overlay(runs: Sequence[History], names: Sequence[str], metric: str, unit: s
             y = smoothed(run.series(metric), run.weights.get(metric))
             if not np.isfinite(y).any():
                 continue
-            x, y = condensed(run.steps, y)
+            x, y = condensed(run.steps, y, points=250)
             colour = series_colour(position)
             axes.plot(x, y, color=colour, linestyle=DASHES[position % len(DASHES)])
             ends.append((float(x[-1]), float(y[np.isfinite(y)][-1]), name[:14], colour))
@@ -146,15 +141,17 @@ def _differences(sides: Sequence[dict[str, Any]], names: Sequence[str]) -> Html:
     rows = [dict(flat(side)) for side in sides]
     every = dict.fromkeys(name for row in rows for name in row)
     different = [
-        (name, *(row.get(name, "(none)") for row in rows))
+        (shortened(name, MAX_CELL), *(shortened(row.get(name, "(none)"), MAX_CELL) for row in rows))
         for name in every
         if len({row.get(name) for row in rows}) > 1 and name != "run_dir"
     ]
-    return table(("", *names), different) if different else Html("")
+    caption = f"{len(different) - MAX_ROWS} more are left out" if len(different) > MAX_ROWS else None
+    return table(("", *names), different[:MAX_ROWS], caption) if different else Html("")
 
 
 def _missing(runs: Sequence[History], names: Sequence[str]) -> Html:
-    rows = [element("li", f"{name}: {note}") for run, name in zip(runs, names, strict=True) for note in run.notes]
+    notes = [f"{name}: {note}" for run, name in zip(runs, names, strict=True) for note in run.notes]
+    rows = [element("li", shortened(note, 400)) for note in notes[:MAX_ROWS]]
     return joined((element("ul", *rows),)) if rows else Html("")
 
 

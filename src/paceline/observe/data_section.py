@@ -2,34 +2,42 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from paceline.observe.beside import shortened
 from paceline.observe.history import History
 from paceline.observe.numerals import percent, short
 from paceline.observe.page import Html, element, joined, table, tiles
 
+MAX_ROWS = 60
+"""Of a table."""
+MAX_TEXT = 200
+"""Characters of a cell."""
 _BAR = 40
 """Marks of the fullest bin."""
 
 
 def prepared_data(run: History) -> Html:
     """Rows in and out by reason, tokens by tag, lengths, anchors, passes and warnings."""
-    path = _store(run) / "manifest.json"
+    store = _store(run)
+    path = store / "manifest.json"
     if not path.is_file():
+        run.notes.append(f"{store}: no prepared store there (manifest.json is missing): what the data holds is unknown")
         return Html("")
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
         return _section(manifest)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as fault:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as fault:
         return element("p", f"{path}: cannot be read ({type(fault).__name__}: {fault})")
 
 
 def _store(run: History) -> Path:
     named = (run.settings.get("data") or {}).get("store")
-    return Path(named) if named else run.run_dir / "store"
+    return Path(named) if named and isinstance(named, str) else run.run_dir / "store"
 
 
 def _section(manifest: Mapping[str, Any]) -> Html:
@@ -66,29 +74,40 @@ def _section(manifest: Mapping[str, Any]) -> Html:
 
 
 def _warnings(warnings: list[str]) -> Html:
-    rows = [element("li", element("b", "Warning"), text, class_="warning") for text in warnings]
+    cut = [shortened(text, MAX_TEXT) for text in warnings[:MAX_ROWS]] + _more(len(warnings))
+    rows = [element("li", element("b", "Warning"), text, class_="warning") for text in cut]
     return element("ul", *rows, class_="findings") if rows else Html("")
+
+
+def _more(count: int) -> list[str]:
+    return [f"{count - MAX_ROWS} more are left out"] if count > MAX_ROWS else []
 
 
 def _counts(title: str, counts: Mapping[str, Any], words: Mapping[str, str]) -> Html:
     rows = [
-        (words.get(key, key), f"{count['count']:,}", ": ".join(filter(None, (count["example"], count["detail"]))))
-        for key, count in counts.items()
+        (
+            shortened(words.get(key, key), MAX_TEXT),
+            f"{count['count']:,}",
+            shortened(": ".join(filter(None, (count["example"], count["detail"]))), MAX_TEXT),
+        )
+        for key, count in itertools.islice(counts.items(), MAX_ROWS)
     ]
+    rows += [(text, "", "") for text in _more(len(counts))]
     return element("div", table(("", "count", "first"), rows, title), class_="passes") if rows else Html("")
 
 
 def _tags(tags: Mapping[str, Any], supervised: int) -> Html:
     rows = [
         (
-            tag,
+            shortened(tag, MAX_TEXT),
             f"{total['samples']:,}",
             f"{total['tokens']:,}",
             f"{total['supervised_tokens']:,}",
             percent(total["supervised_tokens"] / supervised if supervised else 0.0),
         )
-        for tag, total in tags.items()
+        for tag, total in itertools.islice(tags.items(), MAX_ROWS)
     ]
+    rows += [(text, "", "", "", "") for text in _more(len(tags))]
     columns = ("", "samples", "tokens", "supervised tokens", "of supervised tokens")
     return table(columns, rows, "By tag; a sample may have several") if rows else Html("")
 
@@ -102,7 +121,7 @@ def _lengths(histogram: list[list[int]]) -> Html:
             f"{tokens:,}",
             element("code", "▮" * (max(1, samples * _BAR // most) if samples else 0)),
         )
-        for upper, samples, tokens in histogram
+        for upper, samples, tokens in histogram[:MAX_ROWS]
     ]
     drawn = table(("tokens a sample", "samples", "tokens", ""), rows, "Lengths; bins by powers of two")
     return element("div", drawn, class_="passes") if rows else Html("")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from paceline.observe.beside import number, shortened, whole_numbers
 from paceline.observe.history import History
 from paceline.observe.page import Html, element, joined, table
 
@@ -14,6 +15,10 @@ MAX_ANSWERS = 12
 """Answers shown as text."""
 MAX_TOKENS = 400
 """Tokens shown of one answer."""
+MAX_PIECE = 100
+"""Characters shown of one token."""
+MAX_GROUPS = 60
+"""Tags, or context lengths, in a table."""
 MAX_PASSES = 60
 """Passes shown of one prompt."""
 
@@ -60,8 +65,10 @@ def decoded_slots(run: History) -> dict[int, float]:
     slots = run.evaluations[-1].get("slots") if run.evaluations else None
     found = {}
     for slot in slots if isinstance(slots, list) else ():
-        if isinstance(slot, dict) and isinstance(slot.get("conditional"), (int, float)):
-            found[int(slot["slot"])] = float(slot["conditional"])
+        if isinstance(slot, dict) and isinstance(slot.get("slot"), int):
+            rate = number(slot.get("conditional"))
+            if rate is not None:
+                found[slot["slot"]] = rate
     return found
 
 
@@ -70,11 +77,12 @@ def _groups(entry: Mapping[str, Any], key: str, caption: str) -> Html:
     if not isinstance(groups, dict) or not groups:
         return Html("")
     rows = [
-        (name, _cell(group.get("tau")), _cell(group.get("passes")), _cell(group.get("tokens")))
+        (shortened(str(name), 80), _cell(group.get("tau")), _cell(group.get("passes")), _cell(group.get("tokens")))
         for name, group in groups.items()
         if isinstance(group, dict)
     ]
-    return table(("", "τ", "passes", "tokens"), rows, caption)
+    more = f"; {len(rows) - MAX_GROUPS} more are left out" if len(rows) > MAX_GROUPS else ""
+    return table(("", "τ", "passes", "tokens"), rows[:MAX_GROUPS], caption + more)
 
 
 def _answers(entry: Mapping[str, Any]) -> Html:
@@ -82,7 +90,10 @@ def _answers(entry: Mapping[str, Any]) -> Html:
     rows = entry.get("rows")
     rows = [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
     shown = [
-        (f"{row.get('id', '?')} (τ {_cell(row.get('tau'))})", _marked(row["pieces"], row["accepted"]))
+        (
+            f"{shortened(str(row.get('id', '?')), 80)} (τ {_cell(row.get('tau'))})",
+            _marked(row["pieces"], whole_numbers(row["accepted"])),
+        )
         for row in rows[:MAX_ANSWERS]
         if isinstance(row.get("pieces"), list) and isinstance(row.get("accepted"), list)
     ]
@@ -96,13 +107,13 @@ def _answers(entry: Mapping[str, Any]) -> Html:
     return element("details", summary, element("p", legend), element("dl", *texts, class_="answers"))
 
 
-def _marked(pieces: list[Any], accepted: list[Any]) -> Html:
+def _marked(pieces: list[Any], accepted: list[int]) -> Html:
     """First the target's own token, then each pass's accepted drafts and its own token; the limit may cut the end."""
-    texts, at = [str(piece) for piece in pieces[:MAX_TOKENS]], 1
+    texts, at = [shortened(str(piece), MAX_PIECE) for piece in pieces[:MAX_TOKENS]], 1
     parts = [element("b", *texts[:1])] if texts else []
     for count in accepted:
-        drafts, own = texts[at : at + int(count)], texts[at + int(count) : at + int(count) + 1]
-        at += int(count) + 1
+        drafts, own = texts[at : at + count], texts[at + count : at + count + 1]
+        at += count + 1
         if drafts:
             parts.append(element("u", "".join(drafts)))
         if own:
@@ -116,9 +127,9 @@ def _passes(entry: Mapping[str, Any]) -> Html:
     rows = [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
     shown = [
         (
-            str(row.get("id", "?")),
+            shortened(str(row.get("id", "?")), 80),
             _cell(row.get("tau")),
-            element("code", " ".join("▮" * int(count) + "▯" for count in row["accepted"][:MAX_PASSES])),
+            element("code", " ".join("▮" * min(n, 64) + "▯" for n in whole_numbers(row["accepted"])[:MAX_PASSES])),
         )
         for row in rows[:MAX_PROMPTS]
         if isinstance(row.get("accepted"), list)
@@ -147,4 +158,4 @@ def _cell(value: Any) -> str:
         return "yes" if value else "no"
     if isinstance(value, float):
         return f"{value:.2f}" if abs(value) >= 1 else f"{value:.3g}"
-    return str(value)
+    return shortened(str(value), 80)

@@ -19,6 +19,7 @@ from paceline.observe.balance import (
     starved_tags,
     supervised_coverage,
 )
+from paceline.observe.beside import number, shortened, whole_numbers
 from paceline.observe.finding import MIN_LINES, Finding, ranges, setting
 from paceline.observe.history import History
 from paceline.observe.learning import (
@@ -115,18 +116,28 @@ def gradient_spikes(run: History) -> list[Finding]:
 def _place(run: History, line: int) -> str:
     """Where a spike happened; with its samples, those of highest loss first, where it was noted while training."""
     step = int(run.steps[line])
-    place: dict[str, Any] = {"epoch": run.epochs[line], "window": run.windows[line], "batches": run.batches[line]}
+    place: dict[str, Any] = {"epoch": int(run.epochs[line]), "window": int(run.windows[line])}
+    place["batches"] = run.batches[line]
     for event in run.events:
         if event.event == "gradient-spike" and step - run.spans[line] < event.step <= step:
             step, place = event.step, event.fields
             break
-    parts = [f"epoch {place.get('epoch')}, window {place.get('window')}, batches {ranges(place.get('batches') or [])}"]
-    highest, samples = place.get("highest_loss") or {}, place.get("samples") or []
-    if highest:
-        parts.append("highest loss: " + ", ".join(f"sample {row} with {loss:.2f}" for row, loss in highest.items()))
+    at = [f"{name} {place[name]}" for name in ("epoch", "window") if isinstance(place.get(name), int)]
+    parts = [", ".join([*at, f"batches {_shown(whole_numbers(place.get('batches')))}"])]
+    highest = place.get("highest_loss")
+    found = {row: number(loss) for row, loss in highest.items()} if isinstance(highest, dict) else {}
+    losses = [f"sample {shortened(row, 20)} with {loss:.2f}" for row, loss in found.items() if loss is not None]
+    if losses:
+        parts.append("highest loss: " + ", ".join(losses[:3]))
+    samples = whole_numbers(place.get("samples"))
     if samples:
-        parts.append(f"samples {ranges(samples[:12])}" + (f" and {len(samples) - 12} more" * (len(samples) > 12)))
+        parts.append(f"samples {_shown(samples)}")
     return f"step {step} ({'; '.join(parts)})"
+
+
+def _shown(numbers: list[int], most: int = 12) -> str:
+    """The first of the numbers, and how many more there are."""
+    return ranges(numbers[:most]) + (f" and {len(numbers) - most} more" if len(numbers) > most else "")
 
 
 def skipped_steps(run: History) -> list[Finding]:

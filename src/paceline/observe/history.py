@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 
-from paceline.errors import RunDirectoryError
-from paceline.observe.catalogue import number_of
+from paceline.errors import MetricError, RunDirectoryError
+from paceline.observe.beside import read_evaluations, read_facts, read_settings, shortened
+from paceline.observe.catalogue import find, number_of
 from paceline.observe.lines import FORMAT, METRICS_FILE, EventLine, HeaderLine, Line, StepLine, gap_text, read_lines
 
+MOST = 1e40
+"""Larger values are beyond float32 and beyond all measure; their squares and sums would be too."""
+MAX_MEMBERS = 256
+"""Metrics of one family that are read: as many buckets as a plan can have."""
 MAX_GAPS = 5
 """Gaps in the steps that are told one by one."""
 TAG_LOSS = "loss/tag_"
@@ -130,15 +133,8 @@ def read_history(run_dir: Path) -> History:
         notes += more
     else:
         notes.append(f"{METRICS_FILE} is missing: no step was taken yet, or the file was moved away")
-    settings = _mapping(run_dir / "settings.yaml", yaml.safe_load, notes)
-    facts = _mapping(run_dir / "run.json", json.loads, notes)
-    evaluations = _evaluations(run_dir / "evaluation.json", notes)
-    return assemble(run_dir, lines, settings, facts, evaluations, notes)
-
-
-def read_settings(run_dir: Path) -> dict[str, Any]:
-    """Resolved settings of a run as a nested mapping; empty where there are none."""
-    return _mapping(run_dir / "settings.yaml", yaml.safe_load, [])
+    settings, facts = read_settings(run_dir, notes), read_facts(run_dir, notes)
+    return assemble(run_dir, lines, settings, facts, read_evaluations(run_dir, notes), notes)
 
 
 def assemble(
@@ -164,6 +160,7 @@ def assemble(
     if (run_dir / METRICS_FILE).is_file() and not steps:
         notes.append(f"{METRICS_FILE} has no optimizer step yet")
     notes += _gaps(steps)
+    known = _known(steps, notes)
     return History(
         run_dir=run_dir,
         header=headers[-1].header if headers else {},
@@ -175,8 +172,8 @@ def assemble(
         windows=np.array([line.window for line in steps], dtype=np.int64),
         batches=[line.batches for line in steps],
         times=np.array([line.time for line in steps], dtype=np.float64),
-        values=_columns([line.values for line in steps]),
-        weights=_columns([line.weights for line in steps]),
+        values=_columns([line.values for line in steps], known, notes),
+        weights=_columns([line.weights for line in steps], known, []),
         events=[line for line in lines if isinstance(line, EventLine)],
         settings=settings,
         facts=facts,
@@ -196,38 +193,38 @@ def _gaps(lines: list[StepLine]) -> list[str]:
     return found[:MAX_GAPS] + more
 
 
-def _columns(rows: list[Mapping[str, float | None]]) -> dict[str, np.ndarray]:
+def _known(lines: list[StepLine], notes: list[str]) -> set[str]:
+    """Names that are in the catalogue, of each family no more than `MAX_MEMBERS`; a note on the others."""
+    members: dict[str, list[str]] = {}
+    unknown: list[str] = []
+    for name in dict.fromkeys(name for line in lines for name in line.values):
+        try:
+            members.setdefault(find(name).name, []).append(name)
+        except MetricError:
+            unknown.append(name)
+    if unknown:
+        shown = ", ".join(shortened(name, 40) for name in unknown[:5]) + (", …" if len(unknown) > 5 else "")
+        notes.append(f"{len(unknown)} metrics that this version does not know are left out ({shown})")
+    kept: set[str] = set()
+    for family, names in members.items():
+        names.sort(key=lambda name: (len(name), name))
+        kept.update(names[:MAX_MEMBERS])
+        if len(names) > MAX_MEMBERS:
+            notes.append(f"{len(names) - MAX_MEMBERS} of {len(names)} metrics {family} are left out")
+    return kept
+
+
+def _columns(rows: list[Mapping[str, float | None]], known: set[str], notes: list[str]) -> dict[str, np.ndarray]:
     columns: dict[str, np.ndarray] = {}
+    beyond = 0
     for position, row in enumerate(rows):
-        for name, value in row.items():
+        for name in known & row.keys():
             if name not in columns:
                 columns[name] = np.full(len(rows), np.nan)
-            if value is not None:
+            value = row[name]
+            if value is not None and abs(value) <= MOST:
                 columns[name][position] = value
+            beyond += value is not None and abs(value) > MOST
+    if beyond:
+        notes.append(f"{beyond} values beyond {MOST:g} are left out")
     return columns
-
-
-def _mapping(path: Path, parse: Any, notes: list[str]) -> dict[str, Any]:
-    """A nested mapping from a file; a note and an empty mapping where there is none."""
-    try:
-        value = parse(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        notes.append(f"{path.name} is missing")
-        return {}
-    except (OSError, ValueError, yaml.YAMLError) as fault:
-        notes.append(f"{path.name} cannot be read ({str(fault).splitlines()[0]})")
-        return {}
-    if not isinstance(value, dict):
-        notes.append(f"{path.name} holds a {type(value).__name__} where a mapping belongs")
-        return {}
-    return value
-
-
-def _evaluations(path: Path, notes: list[str]) -> list[dict[str, Any]]:
-    if not path.is_file():
-        notes.append("evaluation.json is missing: no held-out prompt was decoded yet")
-        return []
-    found = _mapping(path, json.loads, notes)
-    entries = found.get("evaluations", [found] if found else [])
-    good = [entry for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []
-    return sorted(good, key=lambda entry: entry.get("step") or 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from paceline.observe.beside import number
 from paceline.observe.finding import MIN_LINES, Finding, setting
 from paceline.observe.history import History
 from paceline.observe.numerals import percent, signed
@@ -32,7 +33,7 @@ def loss_rising(run: History) -> list[Finding]:
 def learns_nothing(run: History) -> list[Finding]:
     """A loss that is where it began, or that stays where guessing the commonest tokens gets it."""
     warm = setting(run, "optimizer", "warmup")
-    warm_steps = warm * run.total_steps if isinstance(warm, (int, float)) else 0.0
+    warm_steps = min(number(warm) or 0.0, 1.0) * run.total_steps
     loss = run.series("loss")
     if run.steps.size < 4 or run.steps[-1] < max(50.0, warm_steps):
         return []
@@ -104,9 +105,9 @@ def decoded_below_training(run: History) -> list[Finding]:
     """Training τ must be what serving gets: see whether decoding agrees."""
     findings = []
     for entry in run.evaluations[-1:]:
-        decoded, step = entry.get("tau_micro", entry.get("tau")), entry.get("step")
-        near = np.flatnonzero(run.steps <= step)[-max(run.steps.size // 20, 5) :] if isinstance(step, int) else []
-        if not isinstance(decoded, (int, float)) or not len(near):
+        decoded, step = number(entry.get("tau_micro", entry.get("tau"))), entry["step"]
+        near = np.flatnonzero(run.steps <= step)[-max(run.steps.size // 20, 5) :]
+        if decoded is None or not len(near):
             continue
         training = run.pooled("tau", slice(int(near[0]), int(near[-1]) + 1))
         if decoded < 0.75 * training:

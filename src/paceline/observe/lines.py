@@ -14,13 +14,15 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
 
 from paceline.errors import RunDirectoryError
 
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+"""Steps, epochs, windows: what a float holds exactly."""
 METRICS_FILE = "metrics.jsonl"
 FORMAT = 1
 
@@ -28,21 +30,21 @@ FORMAT = 1
 class HeaderLine(msgspec.Struct, frozen=True, tag_field="kind", tag="header"):
     """Written at each start of the run."""
 
-    step: int
+    step: Count
     time: float
     format: int
-    total_steps: int
+    total_steps: Count
     header: dict[str, Any]
 
 
 class StepLine(msgspec.Struct, frozen=True, tag_field="kind", tag="step"):
     """Metrics of ``steps`` optimizer steps, the last of which is ``step`` (1-based)."""
 
-    step: int
+    step: Count
     time: float
-    steps: int
-    epoch: int
-    window: int
+    steps: Annotated[int, msgspec.Meta(ge=1, le=2**53)]
+    epoch: Count
+    window: Count
     batches: list[int]
     values: Mapping[str, float | None]
     weights: Mapping[str, float | None]
@@ -51,7 +53,7 @@ class StepLine(msgspec.Struct, frozen=True, tag_field="kind", tag="step"):
 class EventLine(msgspec.Struct, frozen=True, tag_field="kind", tag="event"):
     """Something that happened after ``step``."""
 
-    step: int
+    step: Count
     time: float
     event: str
     fields: dict[str, Any]
@@ -187,26 +189,35 @@ _OPENING = b'{"kind":'
 def _length_to_keep(raw: bytes, first_step: int, path: Path) -> tuple[int, StepLine | None]:
     """Bytes up to the first line after ``first_step`` or up to a half-written last line; the last step line kept."""
     keep = 0
-    newest: bytes | None = None
+    newest: tuple[int, int] | None = None
     while (end := raw.find(b"\n", keep)) >= 0:
         try:
             place = _PLACE.decode(raw[keep:end])
-        except msgspec.DecodeError as fault:
-            number = raw.count(b"\n", 0, keep) + 1
-            raise RunDirectoryError(
-                f"{path}:{number}: not a metric line ({fault}); move the file away or give another run directory"
-            ) from fault
+        except (msgspec.DecodeError, UnicodeDecodeError) as fault:
+            raise _no_line(path, raw, keep, fault) from fault
         if place.step > first_step:
             break
         if place.kind == "step":
-            newest = raw[keep:end]
+            newest = (keep, end)
         keep = end + 1
     tail = raw[keep:]
     if tail and b"\n" not in tail and not (tail.startswith(_OPENING) or _OPENING.startswith(tail)):
         raise RunDirectoryError(
             f"{path}: its end is no metric line, cut or whole; move the file away or give another run directory"
         )
-    return keep, _STEP.decode(newest) if newest is not None else None
+    if newest is None:
+        return keep, None
+    try:
+        return keep, _STEP.decode(raw[slice(*newest)])
+    except (msgspec.DecodeError, UnicodeDecodeError) as fault:
+        raise _no_line(path, raw, newest[0], fault) from fault
+
+
+def _no_line(path: Path, raw: bytes, start: int, fault: Exception) -> RunDirectoryError:
+    number = raw.count(b"\n", 0, start) + 1
+    return RunDirectoryError(
+        f"{path}:{number}: not a metric line ({fault}); move the file away or give another run directory"
+    )
 
 
 def _unwritable(path: Path, fault: OSError) -> RunDirectoryError:

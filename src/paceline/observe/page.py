@@ -6,6 +6,15 @@ import html
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from paceline.observe.beside import shortened
+
+MAX_BYTES = 2_900_000
+"""Of a page; a report is under 3 MB."""
+MAX_ROWS = 1000
+"""Of a table of settings or facts."""
+MAX_CELL = 300
+"""Characters of a name or a value in such a table."""
+
 
 class Html(str):
     """Markup that is already safe; anything else is escaped when it is put into an element."""
@@ -62,8 +71,31 @@ def section(key: str, title: str, *children: Any) -> Html:
 
 
 def nested(value: Mapping[str, Any]) -> Html:
-    """A nested mapping as a table of dotted names."""
-    return table(("name", "value"), flat(value))
+    """A nested mapping as a table of dotted names; long values and long tables are cut, and say so."""
+    rows = [(shortened(name, MAX_CELL), shortened(text, MAX_CELL)) for name, text in flat(value)]
+    caption = f"{len(rows) - MAX_ROWS} more are left out" if len(rows) > MAX_ROWS else None
+    return table(("name", "value"), rows[:MAX_ROWS], caption)
+
+
+def fitted(title: str, parts: Sequence[tuple[str, str, Html]], *, ramp: int, limit: int = MAX_BYTES) -> str:
+    """The page of the parts that are there, without its largest ones where it would exceed the limit.
+
+    Args:
+        title: of the page.
+        parts: (key, title, content); empty ones are dropped.
+        ramp: number of bucket colours.
+        limit: bytes of the page at most.
+    """
+    shown = [(key, name, body) for key, name, body in parts if body]
+    while True:
+        sections = [section(key, name, body) for key, name, body in shown]
+        text = page(title, [(key, name) for key, name, _ in shown], sections, ramp)
+        if len(text.encode()) <= limit:
+            return text
+        largest = max(range(len(shown)), key=lambda i: len(shown[i][2]))
+        key, name, body = shown[largest]
+        size = f"{len(body.encode()) / 1e6:.1f} MB, the page may have {limit / 1e6:.1f} MB"
+        shown[largest] = (key, name, element("p", f"This part is left out, it is too large ({size})."))
 
 
 def page(title: str, contents: Sequence[tuple[str, str]], body: Iterable[Any], ramp: int) -> str:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 
+from paceline.observe.beside import number
 from paceline.observe.numerals import short
 from paceline.observe.svg import (
     DASHES,
@@ -28,6 +29,12 @@ if TYPE_CHECKING:
 
     from paceline.observe.history import History
 
+MAX_SERIES = 16
+"""Lines or bands of one plot: of more buckets, evenly spaced ones are drawn, and bands are put together."""
+MAX_TREES = 5
+"""Draft trees drawn, those of the smallest budgets."""
+MAX_STARTS = 50
+"""Resumptions drawn, the newest ones."""
 MIN_CROPPED = 30
 """Fewer values than this are shown whole."""
 
@@ -61,7 +68,7 @@ def acceptance(run: History, decoded: list[tuple[int, float]]) -> str | None:
         run: the run.
         decoded: (step, τ) of held-out decoding.
     """
-    trees = run.numbers("tree/tau_{nodes}")
+    trees = run.numbers("tree/tau_{nodes}")[:MAX_TREES]
     if "tau" not in run.values and not decoded:
         return None
     with drawing() as (figure, axes):
@@ -103,16 +110,18 @@ def slots_now(run: History, decoded: dict[int, float]) -> str | None:
     if not slots:
         return None
     late = last_tenth(run)
+    rates = {
+        family: heights
+        for family in ("accuracy", "acceptance")
+        if np.isfinite(heights := [run.pooled(f"{family}/slot_{slot}", late) for slot in slots]).any()
+    }
+    if not rates and not decoded:
+        return None
     with drawing() as (figure, axes):
-        for position, (family, text, marker) in enumerate(
-            (("accuracy", "accuracy", "o"), ("acceptance", "acceptance", "s"))
-        ):
-            heights = [run.pooled(f"{family}/slot_{slot}", late) for slot in slots]
-            if np.isfinite(heights).any():
-                colour = series_colour(position)
-                axes.plot(
-                    slots, heights, color=colour, linestyle=DASHES[position], marker=marker, markersize=4, label=text
-                )
+        for position, (family, marker) in enumerate((("accuracy", "o"), ("acceptance", "s"))):
+            if family in rates:
+                look = {"color": series_colour(position), "linestyle": DASHES[position], "marker": marker}
+                axes.plot(slots, rates[family], markersize=4, label=family, **look)
         if decoded:
             axes.plot(
                 *zip(*sorted(decoded.items()), strict=True), "D", color=INK, markerfacecolor="none", label="decoded"
@@ -137,19 +146,26 @@ def mix(run: History, family: str, title: str, key: str) -> str | None:
     buckets = run.numbers(family.format("{bucket}"))
     if not buckets:
         return None
-    counts = np.array([smoothed(run.counts(family.format(bucket)), share=0.01) for bucket in buckets])
+    bands = [band.tolist() for band in np.array_split(buckets, min(len(buckets), MAX_SERIES))]
+    counts = np.array(
+        [sum(smoothed(run.counts(family.format(bucket)), share=0.01) for bucket in band) for band in bands]
+    )
     total = counts.sum(axis=0)
     shares = np.divide(counts, total, out=np.zeros_like(counts), where=total > 0)
     x, *rows = condensed(run.steps, *shares, points=250)
     with drawing() as (figure, axes):
         areas = axes.stackplot(x, np.array(rows), linewidth=0.4, edgecolor=GRID)
-        for area, bucket in zip(areas, buckets, strict=True):
-            area.set_facecolor(bucket_colour(bucket))
+        for area, band in zip(areas, bands, strict=True):
+            area.set_facecolor(bucket_colour(band[0]))
         axes.set_ylim(0, 1)
         axes.margins(x=0)
         axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
         middles = np.cumsum([row[-1] for row in rows]) - np.array([row[-1] for row in rows]) / 2
-        ends = [(x[-1], float(y), f"bucket {b}", MUTED) for b, y in zip(buckets, middles, strict=True)]
+        names = [
+            f"{'bucket ' if len(band) == 1 else ''}{'–'.join(map(str, band[:: max(len(band) - 1, 1)]))}"
+            for band in bands
+        ]
+        ends = [(x[-1], float(y), name, MUTED) for name, y in zip(names, middles, strict=True)]
         axes.set_ylabel(title)
         axes.set_xlabel("step")
         label_ends(axes, _thinned(ends))
@@ -201,10 +217,10 @@ def gradient(run: History) -> str | None:
         skipped = run.steps[run.counts("gradient/skipped") > 0]
         if skipped.size:
             axes.plot(skipped[:200], np.full(skipped[:200].size, axes.get_ylim()[0]), "x", color=INK, clip_on=False)
-        clip = (run.settings.get("optimizer") or {}).get("clip_norm")
-        if isinstance(clip, (int, float)) and axes.get_ylim()[0] < clip < 2 * axes.get_ylim()[1]:
+        clip = number((run.settings.get("optimizer") or {}).get("clip_norm"))
+        if clip is not None and axes.get_ylim()[0] < clip < 2 * axes.get_ylim()[1]:
             axes.axhline(clip, color=INK, linewidth=0.8, linestyle=":")
-            ends.append((float(run.steps[-1]), float(clip), "clip", INK))
+            ends.append((float(run.steps[-1]), clip, "clip", INK))
         _finish(axes, run, "gradient norm", ends)
         return to_svg(figure, "gradient")
 
@@ -253,9 +269,9 @@ def decoded_tau(run: History) -> list[tuple[int, float]]:
     """(step, τ) of each evaluation that says both."""
     found = []
     for entry in run.evaluations:
-        tau = next((entry[key] for key in ("tau_micro", "tau") if isinstance(entry.get(key), (int, float))), None)
-        if tau is not None and isinstance(entry.get("step"), int):
-            found.append((entry["step"], float(tau)))
+        tau = next((tau for key in ("tau_micro", "tau") if (tau := number(entry.get(key))) is not None), None)
+        if tau is not None:
+            found.append((entry["step"], tau))
     return found
 
 
@@ -273,6 +289,8 @@ def _buckets(run: History, family: str, title: str, key: str) -> str | None:
     buckets = run.numbers(family.format("{bucket}"))
     if not buckets:
         return None
+    if len(buckets) > MAX_SERIES:
+        buckets = [buckets[round(i * (len(buckets) - 1) / (MAX_SERIES - 1))] for i in range(MAX_SERIES)]
     with drawing() as (figure, axes):
         ends: Ends = []
         for position, bucket in enumerate(buckets):
@@ -306,7 +324,7 @@ def _finish(axes: Axes, run: History, title: str, ends: Ends) -> None:
     axes.set_xlabel("step")
     axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
     axes.margins(x=0.01)
-    for start in run.starts[1:]:
+    for start in run.starts[1:][-MAX_STARTS:]:
         axes.axvline(start + 0.5, color=MUTED, linewidth=0.8, linestyle=(0, (2, 3)))
     label_ends(axes, ends)
 

@@ -10,14 +10,24 @@ import numpy as np
 
 from paceline.errors import RunDirectoryError
 from paceline.observe import plots
+from paceline.observe.beside import shortened, whole_numbers
 from paceline.observe.data_section import prepared_data
 from paceline.observe.decoding import decoded_slots, decoding
 from paceline.observe.diagnosis import Finding, diagnose
 from paceline.observe.history import History, read_history
 from paceline.observe.numerals import duration, percent, short
-from paceline.observe.page import Html, element, figure, joined, nested, page, section, table, tiles
+from paceline.observe.page import Html, element, figure, fitted, joined, nested, table, tiles
+from paceline.observe.svg import MAX_BUCKET
 
 REPORT_FILE = "report.html"
+MAX_NOTES = 30
+"""Sentences on what is missing."""
+MAX_STAGES = 12
+"""Stages that are drawn."""
+MAX_EVENTS = 200
+"""Events that are listed, the first and the last ones."""
+MAX_DETAILS = 600
+"""Characters of an event's details."""
 
 
 def write_report(run_dir: Path, out: Path | None = None) -> Path:
@@ -45,28 +55,26 @@ def write_report(run_dir: Path, out: Path | None = None) -> Path:
 
 
 def render(run: History) -> str:
-    """The whole page."""
+    """The whole page; under 3 MB whatever the run holds."""
+    prepared, stages = prepared_data(run), _stages(run)  # they may add to what is missing
     parts = [
         ("summary", "Summary", _summary(run)),
         ("missing", "What is missing", _missing(run)),
         ("loss", "Loss", _loss(run)),
         ("acceptance", "Acceptance", _acceptance(run)),
         ("evaluation", "Decoding held-out prompts", decoding(run)),
-        ("prepared", "Prepared data", prepared_data(run)),
+        ("prepared", "Prepared data", prepared),
         ("data", "Data", _data(run)),
         ("plan", "Plan and padding", _plan(run)),
         ("optimizer", "Optimizer", _plots(_gradient(run))),
-        ("stages", "Stages and speed", _stages(run)),
+        ("stages", "Stages and speed", stages),
         ("history", "What happened", _events(run)),
         ("configuration", "Configuration", _details("All settings", run.settings)),
         ("environment", "Environment", _details("Versions, fingerprints and the drafter", run.facts)),
     ]
-    shown = [(key, title, body) for key, title, body in parts if body]
-    body = [section(key, title, content) for key, title, content in shown]
     buckets = run.numbers("samples/bucket_{bucket}")
-    return page(
-        f"{run.name}: paceline run", [(key, title) for key, title, _ in shown], body, max(buckets, default=0) + 1
-    )
+    ramp = min(max(buckets, default=0), MAX_BUCKET) + 1
+    return fitted(f"{run.name}: paceline run", parts, ramp=ramp)
 
 
 def _summary(run: History) -> Html:
@@ -119,7 +127,10 @@ def _next_steps(findings: list[Finding]) -> Html:
 
 
 def _missing(run: History) -> Html:
-    return element("ul", *(element("li", note) for note in run.notes)) if run.notes else Html("")
+    rows = [element("li", shortened(note, 400)) for note in run.notes[:MAX_NOTES]]
+    if len(run.notes) > MAX_NOTES:
+        rows.append(element("li", f"{len(run.notes) - MAX_NOTES} more"))
+    return element("ul", *rows) if rows else Html("")
 
 
 def _loss(run: History) -> Html:
@@ -164,7 +175,7 @@ def _data(run: History) -> Html:
         return float(np.sum(run.counts(name) * spans))
 
     samples, tokens = total("window/samples") or math.nan, total("window/real_tokens") or math.nan
-    edges = run.header.get("bucket_edges") or []
+    edges = _edges(run)
     rows = [
         (
             f"bucket {b}" + (f" (≤ {edges[b]} tokens)" if b < len(edges) else ""),
@@ -210,13 +221,17 @@ def _data(run: History) -> Html:
 
 def _plan(run: History) -> Html:
     plan = run.settings.get("plan") or {}
-    facts = [(key, str(plan[key])) for key in ("strategy", "schedule", "token_budget", "accumulate") if key in plan]
+    facts = [
+        (key, shortened(str(plan[key]), 80))
+        for key in ("strategy", "schedule", "token_budget", "accumulate")
+        if key in plan
+    ]
     if run.steps.size:
         facts += [
-            ("samples a step", f"{run.pooled('window/samples'):.1f}"),
-            ("micro-batches a step", f"{run.pooled('window/micro_batches'):.1f}"),
-            ("distinct buckets a step", f"{run.pooled('window/buckets'):.2f}"),
-            ("samples a micro-batch", f"{run.pooled('window/samples_per_micro_batch'):.1f}"),
+            ("samples a step", _fixed(run.pooled("window/samples"), 1)),
+            ("micro-batches a step", _fixed(run.pooled("window/micro_batches"), 1)),
+            ("distinct buckets a step", _fixed(run.pooled("window/buckets"))),
+            ("samples a micro-batch", _fixed(run.pooled("window/samples_per_micro_batch"), 1)),
             ("real of padded tokens", percent(run.pooled("padding_efficiency"))),
         ]
     drawn = _plots((plots.padding(run), "Padding", "Real tokens / padded tokens of the target's batches, smoothed."))
@@ -235,7 +250,9 @@ def _gradient(run: History) -> tuple[str | None, str, str]:
 def _stages(run: History) -> Html:
     names = sorted({name.split("/")[1] for name in run.values if name.startswith("stage/")})
     caption = "Share of the stage's time: busy, starved (waits for work), blocked (waits for room to put it)."
-    drawn = [(plots.stage(run, name), f"Stage: {name}", caption) for name in names]
+    drawn = [(plots.stage(run, name), f"Stage: {name}", caption) for name in names[:MAX_STAGES]]
+    if len(names) > MAX_STAGES:
+        run.notes.append(f"{len(names) - MAX_STAGES} of {len(names)} stages are left out")
     return _plots(
         *drawn,
         (
@@ -254,12 +271,14 @@ def _stages(run: History) -> Html:
 def _events(run: History) -> Html:
     rows = [(f"step {start}", "started" if not start else "resumed", "") for start in run.starts]
     rows += [
-        (f"step {event.step}", event.event, "; ".join(f"{key}: {value}" for key, value in event.fields.items()))
+        (f"step {event.step}", shortened(event.event, 80), "; ".join(f"{k}: {v}" for k, v in event.fields.items()))
         for event in run.events
     ]
     rows.sort(key=lambda row: int(row[0].split()[1]))
-    if len(rows) > 200:
-        rows = [*rows[:100], ("…", f"{len(rows) - 200} more", ""), *rows[-100:]]
+    if len(rows) > MAX_EVENTS:
+        half = MAX_EVENTS // 2
+        rows = [*rows[:half], ("…", f"{len(rows) - MAX_EVENTS} more", ""), *rows[-half:]]
+    rows = [(*row[:2], shortened(row[2], MAX_DETAILS)) for row in rows]
     return table(("", "event", "details"), rows) if rows else Html("")
 
 
@@ -270,6 +289,13 @@ def _plots(*drawn: tuple[str | None, str, str]) -> Html:
 
 def _details(title: str, value: dict[str, Any]) -> Html:
     return element("details", element("summary", title), nested(value)) if value else Html("")
+
+
+def _edges(run: History) -> list[int]:
+    """Longest length of each bucket; empty where the header has no list of such."""
+    given = run.header.get("bucket_edges")
+    edges = whole_numbers(given)
+    return edges if isinstance(given, list) and len(edges) == len(given) else []
 
 
 def _steps_with(run: History, bucket: int) -> float:

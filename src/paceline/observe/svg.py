@@ -25,6 +25,8 @@ DASHES: tuple[str | tuple[int, tuple[float, ...]], ...] = (
     "-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (7, 2, 1.5, 2)), (0, (3, 1)), (0, (9, 3)),
 )  # fmt: skip
 HATCHES = ("", "////", "....", "\\\\\\\\", "xxxx", "----")
+MAX_BUCKET = 255
+"""Last bucket with a colour of its own: a plan has at most 256."""
 MAX_POINTS = 500
 """Points of a line at most; longer runs are averaged into as many equal stretches."""
 
@@ -57,7 +59,7 @@ def series_colour(number: int) -> str:
 
 def bucket_colour(number: int) -> str:
     """Placeholder of the page's colour for a bucket; buckets are ordered, so their colours are a ramp."""
-    return f"#0300{min(number, 255):02x}"
+    return f"#0300{min(number, MAX_BUCKET):02x}"
 
 
 @contextlib.contextmanager

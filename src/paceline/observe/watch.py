@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import deque
 from pathlib import Path
 
+from paceline.observe.beside import read_settings
 from paceline.observe.diagnosis import Finding, diagnose
-from paceline.observe.history import assemble, read_settings
+from paceline.observe.history import assemble
 from paceline.observe.lines import EventLine, HeaderLine, StepLine
 
 MEMORY_LINES = 1000
@@ -47,9 +48,8 @@ class Watch:
         if line.step < self._next:
             return []
         self._next = line.step + self._every_steps
-        run = assemble(
-            self._run_dir, [self._header, *self._lines, *self._events], read_settings(self._run_dir), {}, [], []
-        )
+        settings = read_settings(self._run_dir, [])
+        run = assemble(self._run_dir, [self._header, *self._lines, *self._events], settings, {}, [], [])
         fresh = [finding for finding in diagnose(run) if finding.level == "warning" and finding.key not in self._told]
         self._told.update(finding.key for finding in fresh)
         return fresh
