@@ -30,7 +30,6 @@ def train(run_dir: Path, steps: range, first_step: int = 0, **changes) -> dict[i
 
 
 def test_tensorboard_reads_back_every_step_once(tmp_path):
-    pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     train(tmp_path, range(1, 6), tensorboard=True)
@@ -46,7 +45,6 @@ def test_tensorboard_reads_back_every_step_once(tmp_path):
 
 
 def test_trackio_holds_every_step(tmp_path, monkeypatch):
-    pytest.importorskip("trackio")
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "store"))
     lines = train(tmp_path / "first", range(1, 6), trackio=True, wandb_project="drafts")
     program = (
