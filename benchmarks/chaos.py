@@ -20,7 +20,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -85,9 +84,10 @@ class Start:
             )
 
     def workers(self) -> list[int]:
-        """Process ids of everything that the parent has started, the fork server's children too."""
-        found = list(descendants(self.process.pid))
-        self.family.update(found)
+        """Process ids of the stages: the children of the fork server, which is the parent's own child."""
+        direct = children(self.process.pid)
+        found = [pid for child in direct for pid in children(child)]
+        self.family.update(direct, found)
         return found
 
     def strike(self, victim: str, chance: random.Random) -> str:
@@ -98,7 +98,7 @@ class Start:
         elif victim == "parent":
             self.kill(self.process.pid)
         else:
-            for pid in (self.process.pid, *workers):
+            for pid in (self.process.pid, *workers, *self.family):
                 self.kill(pid)
             victim = "all"
         return victim
@@ -140,15 +140,12 @@ def alive(pid: int) -> bool:
         return False
 
 
-def descendants(pid: int) -> Iterator[int]:
-    """Children and their children."""
+def children(pid: int) -> list[int]:
+    """Processes that a process has started itself."""
     try:
-        found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        return list(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
     except OSError:
-        return
-    for child in map(int, found):
-        yield child
-        yield from descendants(child)
+        return []
 
 
 def await_moment(start: Start, moment: str, run_dir: Path, chance: random.Random) -> bool:
@@ -189,7 +186,7 @@ def names(folder: Path) -> list[str]:
 def trained(run_dir: Path) -> dict[int, list[int]]:
     """Step → micro-batches (epoch and index as one number) that the metrics say it trained."""
     found: dict[int, list[int]] = {}
-    for text in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
+    for text in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").split("\n")[:-1]:
         line = json.loads(text)
         if line["kind"] == "step":
             found.setdefault(line["step"], []).extend(line["epoch"] * 10**6 + index for index in line["batches"])
@@ -289,13 +286,18 @@ def chaos(arguments: argparse.Namespace, folder: Path) -> int:
             faults.append(f"kill {kills} ({moment}, {victim}): orphans {sorted(left)}")
         if "Traceback" in text:
             faults.append(f"kill {kills} ({moment}, {victim}): a traceback, see {start.log}")
-        if victim == "worker" and code == 0:
-            counts["worker kills that came after the last step"] += 1
+        if code == 0:
+            print("the run is finished before the last kill; give more --steps")
+            break
+        if victim == "worker" and ("error: stage" not in text or code != 1):
+            faults.append(f"kill {kills} ({moment}, {victim}): exit code {code}, and no line names the stage: {text}")
         unfinished = [name for name in names(run_dir / "checkpoints") if name.endswith((".part", ".old"))]
         counts[f"{moment} × {victim}"] += 1
         counts["kills that left a half-written checkpoint"] += bool(unfinished)
         kills += 1
         at = store.newest_step(run_dir)
+        if at and max(trained(run_dir), default=0) < at:
+            faults.append(f"kill {kills} ({moment}, {victim}): the checkpoint of step {at} is ahead of the metrics")
         print(f"kill {kills:3d}: {moment:8s} {victim:7s} at checkpoint {at:5d} {' '.join(unfinished)}", flush=True)
     last = Start(settings, folder / "last.log")
     if last.await_end() != 0:

@@ -1,0 +1,92 @@
+"""When checkpoints are due, and what they note."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from paceline.checkpoint.retention import Best
+from paceline.config import CheckpointConfig
+from paceline.errors import ConfigError
+from paceline.flow.messages import StepOrder
+from paceline.saving import Saving, best_of
+
+
+class Known:
+    """What an observer would know."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, tuple[int, float]] = {}
+        self.events: list[int] = []
+
+    def event(self, kind: str, **fields: Any) -> None:
+        assert kind == "checkpoint"
+        self.events.append(fields["step"])
+
+    def newest(self, name: str) -> tuple[int, float] | None:
+        return self.values.get(name)
+
+
+def saving(known: Known, clock: list[float], first_step: int = 0, **config: Any) -> Saving:
+    orders = [StepOrder(s, 0, s - 1, range(2 * s - 2, 2 * s), save=s % 5 == 0) for s in range(1, 21)]
+    settings = SimpleNamespace(checkpoint=CheckpointConfig(**config))
+    run: Any = SimpleNamespace(settings=settings, orders=orders, first_step=first_step)
+    return Saving(run, known, clock=lambda: clock[0])
+
+
+def order(step: int) -> StepOrder:
+    return StepOrder(step, 0, step - 1, range(2), save=step % 5 == 0)
+
+
+def test_by_steps_and_by_time_since_the_one_before() -> None:
+    clock = [100.0]
+    saves = saving(Known(), clock, every_minutes=2.0)
+    assert not saves.due(order(1)) and saves.due(order(5))
+    clock[0] += 119
+    assert not saves.due(order(6))
+    clock[0] += 2
+    assert saves.due(order(6))
+    saves.announce(6)
+    assert not saves.due(order(7))
+    clock[0] += 121
+    assert saves.due(order(8))
+
+
+def test_without_minutes_time_does_not_matter() -> None:
+    clock = [0.0]
+    saves = saving(Known(), clock)
+    clock[0] = 1e9
+    assert not saves.due(order(4)) and saves.due(order(5))
+
+
+def test_a_metric_counts_for_the_first_checkpoint_after_it_was_measured() -> None:
+    known = Known()
+    saves = saving(known, [0.0], keep_best="validation/loss")
+    known.values = {"validation/loss": (3, 2.5), "loss": (5, 1.0)}
+    assert saves.announce(5) == {"epoch": 0, "window": 4, "micro_batches": 10, "metrics": {"validation/loss": 2.5}}
+    assert saves.announce(10)["metrics"] == {}
+    known.values["validation/loss"] = (15, 2.0)
+    assert saves.announce(15)["metrics"] == {"validation/loss": 2.0}
+    assert saves.announce(15)["metrics"] == {"validation/loss": 2.0}
+    assert known.events == [5, 10, 15]
+
+
+@pytest.mark.parametrize(
+    ("name", "best"),
+    [
+        ("validation/loss", Best("validation/loss", "lower")),
+        ("tau", Best("tau", "higher")),
+        ("validation/acceptance/streak", Best("validation/acceptance/streak", "higher")),
+        (None, None),
+    ],
+)
+def test_the_catalogue_says_which_values_are_better(name: str | None, best: Best | None) -> None:
+    assert best_of(name) == best
+
+
+@pytest.mark.parametrize("name", ["progress/epoch", "validation/nothing", "nothing"])
+def test_a_metric_that_cannot_be_better_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"checkpoint.keep_best = '{name}': "):
+        best_of(name)

@@ -1,0 +1,126 @@
+"""A run that begins with the weights of a drafter folder, of either format."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from paceline.checkpoint import rundir, store
+from paceline.cli import main
+from paceline.drafter.spec import DrafterSpec
+from paceline.errors import ConfigError, ExportError
+from paceline.export.speculators import write_speculators
+from paceline.export.zlab import write_zlab
+from paceline.target.facts import describe
+
+MakeRun = Callable[..., Path]
+
+
+@pytest.fixture(scope="module")
+def drafter(finished: Path) -> tuple[DrafterSpec, dict[str, torch.Tensor]]:
+    values, state, _ = store.load_drafter(finished)
+    return DrafterSpec.from_dict(values), state
+
+
+@pytest.fixture
+def folder_of(drafter, demo_assets: Path, tmp_path: Path) -> Callable[..., Path]:
+    def write(format: str, dtype: str = "float32", **changes: object) -> Path:
+        spec, state = drafter
+        writer = {"zlab": write_zlab, "speculators": write_speculators}[format]
+        facts = describe(str(demo_assets / "target"))
+        writer(tmp_path / format, dataclasses.replace(spec, **changes), state, facts, dtype)
+        return tmp_path / format
+
+    return write
+
+
+def composed(settings: Path):
+    from paceline.compose import compose
+    from paceline.config import load_settings
+
+    return compose(load_settings(settings))
+
+
+@pytest.mark.parametrize(("format", "dtype"), [("zlab", "float32"), ("speculators", "bfloat16")])
+def test_the_run_begins_with_the_folders_weights(
+    make_run: MakeRun, folder_of, drafter, finished: Path, format: str, dtype: str
+) -> None:
+    from paceline.train import recipe
+
+    folder = folder_of(format, dtype)
+    run = composed(make_run(drafter={"init": str(folder)}))
+    learner = recipe(run)()
+    for name, tensor in drafter[1].items():
+        mine = learner.network.state_dict()[name]
+        assert mine.dtype == torch.float32
+        assert torch.equal(mine, tensor.to(getattr(torch, dtype)).float()), name
+    assert learner.steps_done == 0
+    noted = rundir.read_run_facts(run.run_dir)["init"]
+    assert noted["folder"] == str(folder) and noted["format"] == format and len(noted["content_hash"]) == 16
+
+
+def test_a_run_goes_on_without_its_folder(make_run: MakeRun, folder_of) -> None:
+    """What the run began with matters at its first step alone; its weights are in the checkpoints then."""
+    folder = folder_of("zlab")
+    settings = make_run("warm", drafter={"init": str(folder)}, train={"max_steps": 4})
+    assert main(["train", str(settings)]) == 0
+    run = settings.with_suffix("")
+    kept = store.load_drafter(run, 4)[1]
+    (folder / "config.json").unlink()
+    for path in store.checkpoint_path(run, 4).iterdir():
+        path.unlink()
+    assert main(["train", str(run)]) == 0
+    assert all(torch.equal(tensor, kept[name]) for name, tensor in store.load_drafter(run, 4)[1].items())
+    cold = make_run("cold", train={"max_steps": 4})
+    assert main(["train", str(cold)]) == 0
+    losses = [
+        json.loads(line)["values"]["loss"]
+        for name in ("warm", "cold")
+        for line in (cold.parent / name / "metrics.jsonl").read_text().splitlines()
+        if '"kind":"step"' in line
+    ]
+    assert losses[0] < losses[4], "a drafter that has learnt is not better than a new one"
+
+
+def test_another_shape_says_which_settings_it_needs(make_run: MakeRun, folder_of) -> None:
+    settings = make_run(drafter={"init": str(folder_of("zlab")), "num_layers": 2, "rope_theta": 7.0})
+    with pytest.raises(ConfigError, match=r"to go on from it, set drafter.num_layers: 1, ") as caught:
+        composed(settings)
+    assert len(caught.value.faults) == 1 and "drafter.rope_theta: " in str(caught.value)
+    assert not settings.with_suffix("").joinpath("settings.yaml").exists()
+
+
+def test_the_settings_it_names_are_enough(make_run: MakeRun, folder_of) -> None:
+    """Taps of another drafter: the line can be put into the settings as it stands."""
+    folder = folder_of("zlab", taps=(0, 2))
+    with pytest.raises(ConfigError, match=r"set target.taps: \[0, 2\]$"):
+        composed(make_run(drafter={"init": str(folder)}))
+    assert composed(make_run(drafter={"init": str(folder)}, target={"taps": [0, 2]})).first_step == 0
+
+
+def test_another_targets_drafter_is_refused(make_run: MakeRun, folder_of) -> None:
+    folder = folder_of("speculators")
+    config = json.loads((folder / "config.json").read_text())
+    config["draft_vocab_size"] = config["transformer_layer_config"]["vocab_size"] = 99
+    config["mask_token_id"] = 5
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=r"was made for another target, with vocab_size 99; .* has hidden_size "):
+        composed(make_run(drafter={"init": str(folder)}))
+
+
+def test_no_drafter_folder_is_one_line(make_run: MakeRun, tmp_path: Path) -> None:
+    with pytest.raises(ExportError) as caught:
+        composed(make_run(drafter={"init": str(tmp_path / "nothing")}))
+    assert len(caught.value.faults) == 1
+
+
+def test_the_setting_is_written_out(make_run: MakeRun, folder_of) -> None:
+    folder = folder_of("zlab")
+    run = composed(make_run(drafter={"init": str(folder)}))
+    assert yaml.safe_load((run.run_dir / "settings.yaml").read_text())["drafter"]["init"] == str(folder)
