@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import os
+import sys
+import tempfile
+from collections.abc import Generator, Sequence
 from pathlib import Path
 
 import torch
@@ -29,14 +33,36 @@ class StepProfile:
             return
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
         self._running = profile(activities=activities, record_shapes=True)
-        self._running.start()
+        with without_marks():
+            self._running.start()
 
     def after(self, step: int, *, last: bool = False) -> None:
         """A step is done; the last of the window, or of the run, writes the file."""
         if self._running is None or self._steps is None or not (last or step >= self._steps[1]):
             return
         running, self._running, self._steps = self._running, None, None
-        running.stop()
+        with without_marks():
+            running.stop()
         aside = self._path.with_name(self._path.name + ".part")
         running.export_chrome_trace(str(aside))
         aside.replace(self._path)
+
+
+@contextlib.contextmanager
+def without_marks() -> Generator[None]:
+    """Keep the profiler's ``USDT:`` marks from standard error; anything else written there meanwhile comes after.
+
+    The profiler's own log level would silence its errors too.
+    """
+    sys.stderr.flush()
+    terminal = os.dup(2)
+    with tempfile.TemporaryFile() as caught:
+        os.dup2(caught.fileno(), 2)
+        try:
+            yield
+        finally:
+            sys.stderr.flush()
+            os.dup2(terminal, 2)
+            caught.seek(0)
+            with os.fdopen(terminal, "wb") as stream:
+                stream.writelines(line for line in caught if not line.startswith(b"USDT:"))

@@ -1,0 +1,34 @@
+"""torch's profiler over a window of steps: a file that opens, and nothing on the terminal that is not ours."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+PROGRAM = """
+import os, sys
+from pathlib import Path
+import torch
+from paceline.flow import profile
+from paceline.flow.profile import StepProfile
+
+steps = StepProfile([2, 3], Path(sys.argv[1]))
+for step in range(1, 5):
+    steps.before(step)
+    torch.ones(4, 4) @ torch.ones(4, 4)
+    steps.after(step)
+with profile.without_marks():
+    os.write(2, b"USDT:a mark\\nan error of somebody\\n")
+print("after", file=sys.stderr)
+"""
+
+
+def test_a_profile_opens_and_only_the_profilers_marks_are_kept_from_the_terminal(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(path)], capture_output=True, text=True, check=True, timeout=120
+    )
+    assert done.stderr == "an error of somebody\nafter\n"
+    assert any("mm" in event.get("name", "") for event in json.loads(path.read_text())["traceEvents"])
