@@ -19,7 +19,7 @@ from paceline.drafter.anchors import sample_anchors
 from paceline.drafter.spec import DrafterSpec, derive_spec
 from paceline.errors import ConfigError, DataError
 from paceline.feed.collate import collate
-from paceline.flow.machines import ALONE, Machines
+from paceline.flow.machines import ALONE, Machines, Place
 from paceline.flow.messages import StepOrder
 from paceline.plan.epoch import EpochPlan, plan_epoch
 from paceline.plan.intake import groups_of_tags
@@ -104,7 +104,7 @@ def compose(settings: Settings, machines: Machines = ALONE) -> Composition:
     Raises:
         PacelineError: one line per fault.
     """
-    check_support(settings, machines.place.count)
+    check_support(settings, machines.place)
     facts, taps, spec = resolve_spec(settings)
     source = open_store(settings.store_path)
     replicas = machines.agree({}, _replicas(settings, machines))
@@ -260,8 +260,8 @@ def validation_batches(run: Composition) -> list[HostBatch]:
     return found
 
 
-def check_support(settings: Settings, machines: int = 1) -> None:
-    """Refuse what this machine or this version cannot do; needs the settings and the number of machines alone.
+def check_support(settings: Settings, place: Place = ALONE.place) -> None:
+    """Refuse what this machine or this version cannot do; needs the settings and the place among machines alone.
 
     Raises:
         ConfigError: one line per fault.
@@ -280,8 +280,14 @@ def check_support(settings: Settings, machines: int = 1) -> None:
                 faults.append(f"flow.{role}: {name}: no such device here; there are cpu and {count} CUDA devices")
     if settings.flow.mode == "inline" and len(settings.flow.target_devices) + len(settings.flow.drafter_devices) > 2:
         faults.append("flow.mode: inline runs one target and one drafter; list one device each or use pipeline")
-    if settings.flow.mode == "inline" and machines > 1:
-        faults.append(f"flow.mode: inline runs on one machine, WORLD_SIZE is {machines}; use pipeline")
+    if settings.flow.mode == "inline" and place.count > 1:
+        faults.append(f"flow.mode: inline runs on one machine, WORLD_SIZE is {place.count}; use pipeline")
+    on_gpu = [name for name in (*settings.flow.target_devices, *settings.flow.drafter_devices) if name != "cpu"]
+    if place.on_this_host > 1 and on_gpu:
+        faults.append(
+            f"flow: {place.on_this_host} pipelines on this host would share {', '.join(dict.fromkeys(on_gpu))}; start "
+            "one a machine (torchrun --nproc-per-node 1) and list all of its devices under flow"
+        )
     on_cpu = [name for name in settings.flow.drafter_devices if not name.startswith("cuda")]
     for key, value in (("attention", "flex"), ("head", "liger")):
         if on_cpu and getattr(settings.drafter, key) == value:
@@ -292,7 +298,7 @@ def check_support(settings: Settings, machines: int = 1) -> None:
             f"drafter.head: {settings.drafter.head} knows cross entropy alone, and objective.terms has terms that need "
             "the target's distributions; use own"
         )
-    if settings.plan.strategy == "packed":
+    if (settings.plan.strategy == "packed") != (settings.target.rows == "packed"):
         faults.append(
             f"plan.strategy: {settings.plan.strategy} does not go with target.rows: {settings.target.rows}: documents "
             "of a packed plan share one row of the target, those of other plans have padded rows of their own; "

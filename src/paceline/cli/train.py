@@ -70,7 +70,7 @@ def train_run(settings: Settings) -> Outcome:
     from paceline.flow.machines import joined, this_place
 
     place = this_place()
-    check_support(settings, place.count)
+    check_support(settings, place)
     if place.number == 0:
         check_writable(Path(settings.run_dir))
     resolve_spec(settings)

@@ -82,6 +82,7 @@ class Place:
         address, port: of the store at which they meet; on machine 0.
         hosted: whether the launcher keeps that store, or machine 0 must.
         attempt: restarts by the launcher, which keep what they leave in the store apart.
+        on_this_host: how many of them are on this host.
     """
 
     number: int = 0
@@ -90,6 +91,7 @@ class Place:
     port: int = 0
     hosted: bool = False
     attempt: str = "0"
+    on_this_host: int = 1
 
 
 def place_of(environment: Mapping[str, str]) -> Place:
@@ -118,6 +120,7 @@ def place_of(environment: Mapping[str, str]) -> Place:
         values["MASTER_PORT"],
         environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         environment.get("TORCHELASTIC_RESTART_COUNT", "0"),
+        int(environment.get("LOCAL_WORLD_SIZE", "1")),
     )
 
 

@@ -1,8 +1,9 @@
 """Worker processes: a stage in a process of its own, joined to the hub by one pipe.
 
 The child reads its pipe on a thread, so that the hub's sends never wait for work in progress, and ends itself when the
-pipe closes (the parent is gone). Children ignore Ctrl-C: the parent decides what happens then. They are forked from a
-server that has imported torch and nothing else, never from the parent itself, whose threads and CUDA state do not fork.
+pipe closes (the parent is gone). Children ignore Ctrl-C and SIGTERM, which schedulers send to whole process groups: the
+parent decides what happens then. They are forked from a server that has imported torch and nothing else, never from the
+parent itself, whose threads and CUDA state do not fork.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
@@ -44,6 +46,7 @@ def run_child(connection: Connection, threads: int, factory: Callable[..., Stage
         arguments: for the factory.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     torch.set_num_threads(threads)
     inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(connection, inbox), daemon=True).start()
@@ -86,6 +89,18 @@ def _read(connection: Connection, inbox: queue.SimpleQueue[Any]) -> None:
             return
 
 
+def _start_server() -> None:
+    """Start the fork server, if it does not run yet, deaf to SIGTERM: its end would look like that of all workers."""
+    if threading.current_thread() is not threading.main_thread():
+        forkserver.ensure_running()
+        return
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 class Worker:
     """The parent's handle of a worker process.
 
@@ -106,6 +121,7 @@ class Worker:
         """Whether it ended because another rank was gone."""
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch", __name__])
+        _start_server()
         self.connection, theirs = context.Pipe()
         self.process = context.Process(
             target=run_child, args=(theirs, threads, factory, arguments), daemon=True, name=f"paceline {name}"
@@ -143,16 +159,13 @@ class Worker:
         return f"ended with exit code {code}"
 
     def stop(self, patience_s: float) -> None:
-        """End the process: politely, then with SIGTERM, then with SIGKILL."""
+        """End the process: politely, then with SIGKILL."""
         if self.process.is_alive():
             try:
                 self.connection.send(Stop())
             except (BrokenPipeError, ConnectionResetError, OSError):
                 patience_s = 0.0
             self.process.join(patience_s)
-        if self.process.is_alive():
-            self.process.terminate()
-            self.process.join(1.0)
         if self.process.is_alive():
             self.process.kill()
             self.process.join()
