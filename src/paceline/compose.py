@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from paceline.background import check_decoding
 from paceline.checkpoint import rundir, store
 from paceline.config import PlanConfig, Settings
 from paceline.contracts import HostBatch, TargetFacts
@@ -116,6 +117,7 @@ def compose(settings: Settings, machines: Machines = ALONE) -> Composition:
         if settings.evaluate.validation_samples and settings.heldout_store_path.is_dir():
             heldout = open_store(settings.heldout_store_path)
         check_saving(settings, spec, facts, heldout is not None)
+        check_decoding(settings)
         of_run = {**_facts_of_run(facts, spec, source, orders, replicas), **_init(settings, spec)}
         run_dir = rundir.open_run(settings, of_run)
         first, damaged = store.resume_point(run_dir)
@@ -270,6 +272,7 @@ def check_support(settings: Settings, place: Place = ALONE.place) -> None:
     for role, names in (
         ("target_devices", settings.flow.target_devices),
         ("drafter_devices", settings.flow.drafter_devices),
+        ("verifier_device", [settings.flow.verifier_device or "cpu"]),
     ):
         if not names:
             faults.append(f"flow.{role}: empty; list at least one device, for example cpu or cuda:0")

@@ -161,6 +161,11 @@ def best_of(metric: str | None) -> Best | None:
             f"checkpoint.keep_best = {metric!r}: no metric of the catalogue (docs/metrics.md); for example "
             "validation/loss or tau"
         ) from None
+    if metric.startswith("decode/"):
+        raise ConfigError(
+            f"checkpoint.keep_best = {metric!r}: is measured after the checkpoint was written; for example "
+            "validation/loss"
+        )
     if better == "":
         raise ConfigError(
             f"checkpoint.keep_best = {metric!r}: neither less nor more of it is better; for example validation/loss"

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.account import Account
+from paceline.background import background_decoding
 from paceline.checkpoint import rundir, store
 from paceline.checkpoint.writer import CheckpointWriter
 from paceline.compose import Composition, host_batches, validation_batches
@@ -184,10 +185,13 @@ def train(run: Composition, *, notice: Callable[[str], None], console: Console |
     try:
         _tell_of_checkpoints(run, observer)
         account = Account(run)
-        with StopRequest(notice) as stop:
+        with StopRequest(notice) as stop, background_decoding(run, observer, stop) as decoding:
             for report in engine(run, orders, stop, observer, Saving(run, observer)):
                 observer.step(account(report) if run.machines.first else report)
                 last = report.step
+                decoding.look()
+            if last == len(run.orders):
+                decoding.finish()
         status = "finished" if last == len(run.orders) else "stopped"
         if run.settings.observe.profile_steps is not None and run.machines.first:
             observer.note(f"profile of the steps: {profile}" if profile.exists() else "no step was profiled")

@@ -72,6 +72,11 @@ class FlowConfig(Section):
     """One target worker per entry, for example cuda:0."""
     drafter_devices: list[str] = ["cpu"]
     """One drafter rank per entry."""
+    verifier_device: str | None = None
+    """Device, for example cuda:7 or cpu, on which a process of its own decodes `evaluate.num_prompts` held-out prompts
+    with each checkpoint while training goes on. Unset: none."""
+    verifier_wait_s: float = Field(default=600.0, ge=0)
+    """Longest wait at the end of training for the verifier's measurement of the last checkpoint."""
     threads: int = Field(default=1, ge=1)
     """CPU threads of each worker process."""
     prefetch_batches: int = Field(default=4, ge=1)

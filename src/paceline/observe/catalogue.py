@@ -69,6 +69,7 @@ class Metric:
 _SLOTS = "supervised draft slots of the window"
 _BLOCKS = "blocks (anchors) of the window"
 _BUCKET = "micro-batches of that bucket in the window"
+_DECODED = "held-out prompts, decoded with a checkpoint"
 _WINDOW = "the window: all micro-batches of one optimizer step"
 
 CATALOGUE: tuple[Metric, ...] = (
@@ -113,6 +114,14 @@ CATALOGUE: tuple[Metric, ...] = (
         "held-out validation batches",
         "ratio",
     ),
+    # Real decoding of a checkpoint by the verifier.
+    Metric("decode/tau", "token", "tokens per target pass", _DECODED, "last", "higher"),
+    Metric("decode/tau_macro", "token", "mean over prompts of their own τ", _DECODED, "last", "higher"),
+    Metric("decode/training_tau", "token", "τ of the training forward on the decoded blocks", _DECODED, "last"),
+    Metric("decode/control_tau", "token", "τ without features, near 1", "the first decoded prompts", "last"),
+    Metric("decode/slot_{slot}", "1", "draft stands, given that all earlier ones do", _DECODED, "last", "higher"),
+    Metric("decode/step", "step", "optimizer steps of the checkpoint that was decoded", "the run", "last"),
+    Metric("decode/seconds", "s", "wall time of the measurement", _DECODED, "last", "lower"),
     # Optimizer.
     Metric("gradient/norm", "1", "gradient norm before clipping", "steps that were not skipped", "ratio"),
     Metric("gradient/norm_max", "1", "largest gradient norm before clipping", "steps that were not skipped", "max"),

@@ -1,0 +1,228 @@
+"""Real decoding in a process of its own while training goes on: what it reports, and that it changes nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from paceline.background import Measure, VerifierStage
+from paceline.checkpoint import store
+from paceline.checkpoint.rundir import read_evaluations, read_run_facts
+from paceline.cli import main
+from paceline.config import load_settings
+from paceline.errors import CheckpointError
+
+MakeRun = Callable[..., Path]
+FEW = {"num_prompts": 2, "max_new_tokens": 12, "dtype": "float64"}
+
+
+def weights(run_dir: Path, step: int) -> dict[str, torch.Tensor]:
+    return load_file(store.checkpoint_path(run_dir, step) / store.WEIGHTS)
+
+
+def run_dir_of(settings: Path) -> Path:
+    return Path(yaml.safe_load(settings.read_text())["run_dir"])
+
+
+def lines_of(run_dir: Path, kind: str) -> list[dict]:
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["kind"] == kind]
+
+
+def events(run_dir: Path, name: str) -> list[dict]:
+    return [line["fields"] for line in lines_of(run_dir, "event") if line["event"] == name]
+
+
+@pytest.mark.parametrize("mode", ["inline", "pipeline"])
+def test_what_training_reports_is_what_evaluate_measures(
+    make_run: MakeRun, demo_assets: Path, capsys: pytest.CaptureFixture[str], mode: str
+) -> None:
+    heldout = {"heldout": [str(demo_assets / "heldout.jsonl")]}
+    more = {
+        "data": heldout,
+        "evaluate": {**FEW, "validation_samples": 0},
+        "train": {"max_steps": 12},
+        "checkpoint": {"every_steps": 4, "keep_last": 9},
+    }
+    settings = make_run("with", flow={"mode": mode, "verifier_device": "cpu"}, **more)
+    without = make_run("without", flow={"mode": mode}, **more)
+    assert main(["train", str(settings)]) == 0
+    assert main(["train", str(without)]) == 0
+    run_dir = run_dir_of(settings)
+    found = events(run_dir, "decoded")
+    assert found[-1]["step"] == 12, "the last checkpoint is waited for"
+    assert [entry["step"] for entry in found] == sorted({entry["step"] for entry in found})
+    assert {entry["step"] for entry in found} <= {4, 8, 12}
+    assert not events(run_dir, "warning") and not events(run_dir_of(without), "decoded")
+    kept = {entry["step"]: entry for entry in read_evaluations(run_dir)}
+    assert list(kept) == [entry["step"] for entry in found]
+    assert all(bool(entry["rows"]) == (step == 12) for step, entry in kept.items())
+    for line in lines_of(run_dir, "step"):
+        if "decode/step" in line["values"]:
+            assert line["values"]["decode/tau"] == kept[line["values"]["decode/step"]]["tau_micro"]
+    capsys.readouterr()
+    for entry in found:
+        assert main(["evaluate", str(run_dir), "--step", str(entry["step"]), "--json"]) == 0
+        (report,) = json.loads(capsys.readouterr().out).values()
+        assert entry["values"]["decode/tau"] == report["tau_micro"]
+        assert entry["values"]["decode/tau_macro"] == report["tau_macro"]
+        assert entry["values"]["decode/training_tau"] == report["training_tau"]
+        for rate in report["slots"]:
+            assert entry["values"].get(f"decode/slot_{rate['slot']}") == rate["conditional"]
+    ours, theirs = weights(run_dir, 12), weights(run_dir_of(without), 12)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs), "it changes nothing that is learned"
+    losses = [[line["values"]["loss"] for line in lines_of(run_dir_of(run), "step")] for run in (settings, without)]
+    assert losses[0] == losses[1]
+
+
+def test_the_newest_checkpoint_is_measured_even_if_another_is_pruned_meanwhile(
+    make_run: MakeRun, demo_assets: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heldout = {"heldout": [str(demo_assets / "heldout.jsonl")]}
+    file = make_run("run", data=heldout, evaluate=FEW, train={"max_steps": 4}, checkpoint={"every_steps": 2})
+    assert main(["train", str(file)]) == 0
+    run_dir, settings = run_dir_of(file), load_settings(file)
+    stage = VerifierStage(settings, run_dir, read_run_facts(run_dir)["drafter"]["taps"])
+    (found,) = stage.handle(Measure())
+    assert found.step == 4 and found.report["num_prompts"] == 2 and found.report["lossless"] is None
+
+    load, asked = store.load_drafter, []
+
+    def pruned_once(folder: Path, step: int):
+        asked.append(step)
+        if len(asked) == 1:
+            raise CheckpointError("gone")
+        return load(folder, step)
+
+    newest = iter([2, 4, 4])
+    monkeypatch.setattr(store, "load_drafter", pruned_once)
+    monkeypatch.setattr(store, "newest_step", lambda _: next(newest))
+    (again,) = stage.handle(Measure())
+    assert asked == [2, 4] and again.step == 4 and again.report["rows"] == found.report["rows"]
+    monkeypatch.setattr(store, "newest_step", lambda _: 4)
+    asked.clear()
+    with pytest.raises(CheckpointError, match="gone"):
+        list(stage.handle(Measure()))
+
+
+@pytest.fixture
+def slow_run(make_run: MakeRun, demo_assets: Path, tmp_path: Path):
+    """A function: changes → a training process whose verifier has work for longer than the run takes."""
+    started: list[subprocess.Popen] = []
+
+    def start(**flow) -> tuple[subprocess.Popen, Path, Path]:
+        settings = make_run(
+            "slow",
+            data={"heldout": [str(demo_assets / "heldout.jsonl")]},
+            evaluate={"num_prompts": 40, "max_new_tokens": 500, "validation_samples": 0},
+            train={"max_steps": 20},
+            checkpoint={"every_steps": 5},
+            observe={"console": "plain"},
+            flow={"verifier_device": "cpu", **flow},
+        )
+        log = tmp_path / "log"
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        with log.open("w") as file:
+            command = [sys.executable, "-m", "paceline", "train", str(settings)]
+            started.append(subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment))
+        return started[-1], run_dir_of(settings), log
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def children_of(pid: int) -> list[int]:
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                fields = (entry / "stat").read_text().rsplit(")", 1)[1].split()
+            except OSError:
+                continue
+            if int(fields[1]) == pid:
+                found += [int(entry.name), *children_of(int(entry.name))]
+    return found
+
+
+def newest_child(process: subprocess.Popen, log: Path, run_dir: Path) -> int:
+    """The verifier: the only process that reads a model with `nice` 10."""
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        assert process.poll() is None, log.read_text()
+        for pid in children_of(process.pid):
+            try:
+                nice = int((Path("/proc") / str(pid) / "stat").read_text().rsplit(")", 1)[1].split()[16])
+            except OSError:
+                continue
+            if nice == 10:
+                return pid
+        time.sleep(0.02)
+    raise AssertionError(log.read_text())
+
+
+def test_training_goes_on_without_a_verifier_that_was_killed(slow_run) -> None:
+    process, run_dir, log = slow_run()
+    os.kill(newest_child(process, log, run_dir), signal.SIGKILL)
+    assert process.wait(200) == 0, log.read_text()
+    shown = log.read_text()
+    assert shown.count("the verifier was killed by SIGKILL; training goes on without real decoding") == 1
+    assert "Traceback" not in shown and store.newest_step(run_dir) == 20
+    assert [entry["text"] for entry in events(run_dir, "warning")] == [
+        "the verifier was killed by SIGKILL; training goes on without real decoding"
+    ]
+
+
+def test_the_end_waits_within_its_bound_and_leaves_no_process(slow_run) -> None:
+    process, run_dir, log = slow_run(verifier_wait_s=0.5)
+    verifier = newest_child(process, log, run_dir)
+    everyone = children_of(process.pid)
+    assert verifier in everyone
+    assert process.wait(200) == 0, log.read_text()
+    assert re.search(r"not decoded within flow.verifier_wait_s = 0.5; make up for it", log.read_text())
+    assert store.newest_step(run_dir) == 20
+    deadline = time.monotonic() + 10
+    while any(Path(f"/proc/{pid}").exists() for pid in everyone):
+        assert time.monotonic() < deadline, "a process outlives the run"
+        time.sleep(0.05)
+
+
+def test_a_verifier_that_cannot_start_costs_a_warning(make_run: MakeRun, tmp_path: Path) -> None:
+    (tmp_path / "text.jsonl").write_text('{"text": "no chat"}\n', encoding="utf-8")
+    settings = make_run(
+        "odd",
+        data={"heldout": [str(tmp_path / "text.jsonl")], "store": str(tmp_path / "store")},
+        evaluate={**FEW, "validation_samples": 0},
+        train={"max_steps": 3},
+        flow={"verifier_device": "cpu"},
+    )
+    assert main(["train", str(settings)]) == 0
+    (warning,) = [entry["text"] for entry in events(run_dir_of(settings), "warning")]
+    assert warning.startswith("the verifier failed: ") and "no row with a question to evaluate" in warning
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"flow": {"verifier_device": "cpu"}}, "there are no held-out prompts to decode"),
+        ({"flow": {"verifier_device": "cuda:77"}}, "flow.verifier_device: cuda:77: no such device here"),
+        ({"checkpoint": {"keep_best": "decode/tau"}}, "is measured after the checkpoint was written"),
+    ],
+)
+def test_faults_are_one_line(make_run: MakeRun, capsys: pytest.CaptureFixture[str], changes, says) -> None:
+    assert main(["train", str(make_run(data={"store": None}, **changes))]) == 2
+    shown = capsys.readouterr().err
+    assert says in shown and shown.count("error:") == 1
