@@ -26,6 +26,8 @@ def make_run(tmp_path: Path) -> Callable[..., Path]:
         write_manifest(run_dir)
         rng = np.random.default_rng(0)
         for step in range(1, steps + 1):
+            observer.gauge("queue/features_items", 3)
+            observer.gauge("queue/features_bytes", 2048)
             observer.step(report_of(step, random_samples(rng)))
         observer.close(status)
         return run_dir

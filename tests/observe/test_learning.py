@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -95,6 +97,26 @@ def test_warm_up_is_waited_for(tmp_path: Path) -> None:
     path = run_dir / "metrics.jsonl"
     path.write_text(path.read_text().replace('"total_steps":240', '"total_steps":2400'))
     assert "learns-nothing" not in warnings_of(run_dir)
+
+
+@pytest.mark.parametrize(
+    ("entry", "verdict"),
+    [
+        ({"tau_micro": 2.5, "training_tau": 2.49, "training_agrees": True}, "yes"),
+        ({"tau_micro": 2.5, "training_tau": 2.4, "training_agrees": False}, "no"),
+        ({"tau_micro": 2.5, "training_tau": 2.56}, "no"),
+        ({"tau_micro": 2.5, "training_tau": 2.53}, "yes"),
+        ({"tau_micro": 2.5, "training_tau": None, "training_agrees": None}, "not measured"),
+    ],
+)
+def test_the_report_holds_training_against_decoding(tmp_path: Path, entry: dict[str, Any], verdict: str) -> None:
+    run_dir = run_of(tmp_path, falling, learnt, steps=60)
+    (run_dir / "evaluation.json").write_text(json.dumps({"evaluations": [{"step": 60} | entry]}))
+    page = write_report(run_dir).read_text(encoding="utf-8")
+    row = '<th scope="row">training and decoding within 2.0 %</th>'
+    assert (f"{row}<td>{verdict}</td>" in page) == (verdict != "not measured")
+    assert ("training-against-decoding" in warnings_of(run_dir)) == (verdict == "no")
+    assert ("the training forward counts" in page) == (verdict == "no")
 
 
 @pytest.mark.parametrize("count", [8, 12, 20, 40])

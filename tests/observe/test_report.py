@@ -130,6 +130,12 @@ def test_the_bucket_table_equals_a_recount(make_run):
     assert np.isnan(history.pooled("tree/tau_16"))
 
 
+def test_queues_and_memory_are_in_the_report(make_run):
+    text = checked(write_report(make_run(steps=4)))[1]
+    assert re.search(r'<th scope="row">memory of trainer</th><td>[\d.]+[MG]B</td><td>[\d.]+[MG]B</td>', text)
+    assert '<th scope="row">queue features</th><td>3</td><td>2.05kB</td>' in text
+
+
 def test_an_unknown_directory_is_one_clear_line(tmp_path):
     (tmp_path / "a.txt").write_text("x")
     with pytest.raises(

@@ -7,6 +7,7 @@ from typing import Any
 
 from paceline.observe.beside import number, shortened, whole_numbers
 from paceline.observe.history import History
+from paceline.observe.learning import AGREEMENT, agrees
 from paceline.observe.page import Html, element, joined, table
 
 MAX_PROMPTS = 30
@@ -48,6 +49,11 @@ def decoding(run: History) -> Html:
     ]
     if any(isinstance(entry.get("lossless"), dict) for entry in run.evaluations):
         rows.append(("answers equal to the target's own", *(_lossless(entry) for entry in run.evaluations)))
+    if any(agrees(entry) is not None for entry in run.evaluations):
+        words = {True: "yes", False: "no", None: "not measured"}
+        rows.append(
+            (f"training and decoding within {AGREEMENT * 100:.0f} %", *(words[agrees(e)] for e in run.evaluations))
+        )
     newest = run.evaluations[-1]
     return joined(
         (

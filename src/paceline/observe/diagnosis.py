@@ -28,6 +28,7 @@ from paceline.observe.learning import (
     leak,
     learns_nothing,
     loss_rising,
+    training_against_decoding,
     tree_below_chain,
     trends,
 )
@@ -187,6 +188,7 @@ CHECKS: tuple[Callable[[History], list[Finding]], ...] = (
     flat_slots,
     tree_below_chain,
     frozen_norms,
+    training_against_decoding,
     decoded_below_training,
     coverage,
     supervised_coverage,

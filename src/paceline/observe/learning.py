@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import numpy as np
 
 from paceline.observe.beside import number
@@ -10,6 +13,8 @@ from paceline.observe.history import History
 from paceline.observe.numerals import percent, signed
 from paceline.observe.trend import trend_of
 
+AGREEMENT = 0.02
+"""Share of the decode loop's τ by which the training forward's may differ on the same blocks."""
 CHANCE = 0.05
 """First drafts that are right this seldom: the commonest token of most texts alone is right about as often."""
 
@@ -115,6 +120,35 @@ def decoded_below_training(run: History) -> list[Finding]:
             advice = "training and serving differ: compare the prompts, the template and the forward passes"
             findings.append(Finding("decoded-below-training", "warning", text, advice))
     return findings
+
+
+def training_against_decoding(run: History) -> list[Finding]:
+    """τ of the training forward on the very blocks that were decoded: the promise that training serves."""
+    found = [(entry, agrees(entry)) for entry in run.evaluations[-1:]]
+    return [
+        Finding(
+            "training-against-decoding",
+            "warning",
+            f"On the blocks of the prompts decoded at step {entry['step']}, the training forward counts τ "
+            f"{number(entry.get('training_tau')) or 0.0:.3f} and decoding {number(entry.get('tau_micro')) or 0.0:.3f}: "
+            f"more than {percent(AGREEMENT)} apart.",
+            "training and inference forwards differ, so what training reports is not served: run `paceline check`",
+        )
+        for entry, same in found
+        if same is False
+    ]
+
+
+def agrees(entry: Mapping[str, Any]) -> bool | None:
+    """Whether an evaluation's training forward and decode loop count the same τ; None where it was not measured."""
+    training, decoded, said = (
+        number(entry.get("training_tau")),
+        number(entry.get("tau_micro")),
+        entry.get("training_agrees"),
+    )
+    if training is None or decoded is None:
+        return None
+    return said if isinstance(said, bool) else abs(training - decoded) <= AGREEMENT * decoded
 
 
 def trends(run: History) -> list[Finding]:

@@ -26,6 +26,8 @@ from paceline.observe.tally import Tally
 from paceline.observe.trace import TRACE_FILE, TraceFile
 from paceline.observe.watch import Watch
 
+_STATM = Path("/proc/self/statm")
+"""Pages of this process; the second number is what is in memory."""
 _SPEED_MEMORY = 0.9
 """How much of the recent seconds per step survives one more step; about the last ten steps count."""
 
@@ -288,6 +290,8 @@ class Observer:
         gauge = self._tally.gauge
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         gauge("memory_peak/trainer_bytes", peak if sys.platform == "darwin" else peak * 1024)
+        if _STATM.exists():  # Linux
+            gauge("memory/trainer_bytes", int(_STATM.read_text().split()[1]) * resource.getpagesize())
         if self._total_steps > 0:
             gauge("progress/share", self._step / self._total_steps)
         if self._recent_s is not None:

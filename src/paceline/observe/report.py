@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from paceline.observe.page import Html, element, figure, fitted, joined, nested,
 from paceline.observe.svg import MAX_BUCKET
 
 REPORT_FILE = "report.html"
+QUEUE = re.compile(r"queue/.+_items")
+MEMORY = re.compile(r"memory(?:_peak)?/(.+)_bytes")
 MAX_NOTES = 30
 """Sentences on what is missing."""
 MAX_STAGES = 12
@@ -253,7 +256,7 @@ def _stages(run: History) -> Html:
     drawn = [(plots.stage(run, name), f"Stage: {name}", caption) for name in names[:MAX_STAGES]]
     if len(names) > MAX_STAGES:
         run.notes.append(f"{len(names) - MAX_STAGES} of {len(names)} stages are left out")
-    return _plots(
+    speeds = _plots(
         *drawn,
         (
             plots.speed(run, "real_tokens_per_s", "tokens/s"),
@@ -266,6 +269,38 @@ def _stages(run: History) -> Html:
             "Anchors × block size: the drafter's work, which tokens alone do not show.",
         ),
     )
+    return joined((speeds, _depths(run)))
+
+
+def _depths(run: History) -> Html:
+    """Queues and memory: means over the last tenth, and the most that was ever seen."""
+    late = plots.last_tenth(run)
+    queues = [name.removeprefix("queue/").removesuffix("_items") for name in run.values if QUEUE.fullmatch(name)]
+    rows = [
+        (
+            f"queue {name}",
+            short(run.pooled(f"queue/{name}_items", late)),
+            _bytes(run.pooled(f"queue/{name}_bytes", late)),
+        )
+        for name in sorted(queues)[:MAX_STAGES]
+    ]
+    places = sorted({found.group(1) for name in run.values if (found := MEMORY.fullmatch(name))})
+    memory = [
+        (
+            f"memory of {name}",
+            _bytes(run.pooled(f"memory/{name}_bytes", late)),
+            _bytes(float(np.max(run.counts(f"memory_peak/{name}_bytes")))),
+        )
+        for name in places[:MAX_STAGES]
+    ]
+    tables = [table(("waiting, last tenth", "items", "bytes"), rows)] if rows else []
+    if memory:
+        tables.append(table(("", "in use, last tenth", "most so far"), memory))
+    return joined(tables)
+
+
+def _bytes(size: float) -> str:
+    return f"{short(size)}B" if math.isfinite(size) and size > 0 else "–"
 
 
 def _events(run: History) -> Html:
