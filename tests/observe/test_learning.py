@@ -113,7 +113,7 @@ def test_the_report_holds_training_against_decoding(tmp_path: Path, entry: dict[
     run_dir = run_of(tmp_path, falling, learnt, steps=60)
     (run_dir / "evaluation.json").write_text(json.dumps({"evaluations": [{"step": 60} | entry]}))
     page = write_report(run_dir).read_text(encoding="utf-8")
-    row = '<th scope="row">training and decoding within 2.0 %</th>'
+    row = '<th scope="row">training and decoding within 2 %</th>'
     assert (f"{row}<td>{verdict}</td>" in page) == (verdict != "not measured")
     assert ("training-against-decoding" in warnings_of(run_dir)) == (verdict == "no")
     assert ("the training forward counts" in page) == (verdict == "no")

@@ -131,7 +131,7 @@ def training_against_decoding(run: History) -> list[Finding]:
             "warning",
             f"On the blocks of the prompts decoded at step {entry['step']}, the training forward counts τ "
             f"{number(entry.get('training_tau')) or 0.0:.3f} and decoding {number(entry.get('tau_micro')) or 0.0:.3f}: "
-            f"more than {percent(AGREEMENT)} apart.",
+            f"more than {AGREEMENT * 100:.0f} % apart.",
             "training and inference forwards differ, so what training reports is not served: run `paceline check`",
         )
         for entry, same in found
