@@ -39,6 +39,7 @@ def test_short_samples_have_signatures_too() -> None:
 @pytest.mark.parametrize("stretch", [7, 1 << 14])
 def test_near_duplicates_are_those_of_all_pairs(stretch: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(similar, "_STRETCH", stretch)
+    monkeypatch.setattr(similar, "_SCATTERED", stretch // 3)
     rng = np.random.default_rng(1)
     samples = [rng.integers(0, 5000, size=300).astype(np.int32) for _ in range(30)]
     for row in range(0, 30, 3):

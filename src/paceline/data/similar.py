@@ -32,7 +32,9 @@ _SHARE = 1 << 17
 """Records that are looked at at once (2 MB)."""
 _MOST_FILES = 256
 _STRETCH = 1 << 14
-"""Signatures that are read at once (2 MB)."""
+"""Signatures that are read at once in their order (2 MB)."""
+_SCATTERED = 1 << 8
+"""Signatures that are read at once from anywhere: mapped, each takes up to 64 kB of the file into memory."""
 
 
 def content_hash(ids: np.ndarray) -> int:
@@ -113,18 +115,18 @@ def near_duplicates(
     found = np.zeros(num_samples, dtype=bool)
     for band in range(SIGNATURE // _BAND):
         places = range(band * _BAND, (band + 1) * _BAND)
-        keys = (_band_keys(signatures(rows), places) for rows in _stretches(num_samples))
+        keys = (_band_keys(signatures(rows), places) for rows in _stretches(num_samples, _STRETCH))
         for members, leaders in repeats(keys, num_samples, folder):
             new = ~found[members]
             members, leaders = members[new], leaders[new]
-            for rows in _stretches(len(members)):
+            for rows in _stretches(len(members), _SCATTERED):
                 alike = (signatures(members[rows]) == signatures(leaders[rows])).mean(axis=1) >= NEAR
                 found[members[rows[alike]]] = True
                 yield members[rows[alike]], leaders[rows[alike]]
 
 
-def _stretches(count: int) -> Iterator[np.ndarray]:
-    return (np.arange(start, min(start + _STRETCH, count)) for start in range(0, count, _STRETCH))
+def _stretches(count: int, size: int) -> Iterator[np.ndarray]:
+    return (np.arange(start, min(start + size, count)) for start in range(0, count, size))
 
 
 def _band_keys(part: np.ndarray, places: Iterable[int]) -> np.ndarray:
