@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -120,6 +121,25 @@ def test_a_folder_is_converted_and_pushed(run_dir, demo_assets, capsys) -> None:
     assert result["pushed"] == str(hub / "someone" / "drafter")
     assert content_hash(read_drafter(out)[1]) == content_hash(read_drafter(first)[1]) == result["content_hash"]
     assert read_drafter(hub / "someone" / "drafter")[0] == read_drafter(first)[0]
+
+
+def test_a_converted_folder_keeps_what_its_note_says(run_dir, tmp_path, demo_assets) -> None:
+    first = export_run(run_dir, golden="none")
+    words = [str(first), "--format", "speculators", "--out", str(tmp_path / "out"), "--golden", "none", "--target"]
+    assert run([*words, str(demo_assets / "target")]) == 0
+    before, after = (json.loads((folder / "paceline.json").read_text()) for folder in (first, tmp_path / "out"))
+    same = ("step", "target", "data_fingerprint", "trained_length", "drafter", "content_hash")
+    assert {name: after[name] for name in same} == {name: before[name] for name in same}
+    other = tmp_path / "other"
+    shutil.copytree(demo_assets / "target", other)
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 1e-5}))
+    with pytest.raises(ExportError, match=r"trained on another target than .*; they differ in configuration;"):
+        run([*words, str(other)])
+    for text in ("{", "[]", '{"target": 3}', '{"target": {"identity": []}}'):
+        (first / "paceline.json").write_text(text)
+        with pytest.raises(ExportError, match=r"paceline.json: damaged .*; export the drafter again"):
+            run([*words, str(demo_assets / "target")])
 
 
 def test_a_failed_verification_leaves_the_old_folder(run_dir, monkeypatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -131,14 +130,14 @@ def _source(path: Path, arguments: Arguments, overrides: Mapping[str, str]) -> t
 
 def _check_target(path: Path, settings: Settings, network: Drafter, *, other_target: bool) -> None:
     """Refuse a target other than the one that a run or an exported folder notes."""
+    from paceline.export.folder import read_note
     from paceline.export.target import check_target
     from paceline.target.facts import describe_target
 
-    identity: Mapping[str, str] | None = None
     if is_run_directory(path):
         identity = read_run_facts(path).get("target")
-    elif (note := path / "paceline.json").is_file():
-        identity = json.loads(note.read_text(encoding="utf-8")).get("target", {}).get("identity")
+    else:
+        identity = read_note(path).get("target", {}).get("identity")
     facts = describe_target(settings.target)
     check_target(str(path), network.spec, facts, None if other_target else identity)
 

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 Format = Literal["zlab", "speculators"]
 Golden = Literal["random", "target", "none"]
-NOTE = "paceline.json"
 DESCRIPTION = """Write a drafter as a folder that SGLang, vLLM and z-lab dflash read, and verify it.
 
 The folder is reloaded; tensors, configuration and logits are compared with the trained drafter, and any difference is
@@ -188,6 +187,7 @@ def run_source(source: Path, step: int | None, target: str | None) -> Source:
 
 def _folder_source(folder: Path, step: int | None, target: str | None) -> Source:
     from paceline.export.card import Origin
+    from paceline.export.folder import read_note
     from paceline.export.formats import read_drafter
 
     if target is None or step is not None:
@@ -195,7 +195,16 @@ def _folder_source(folder: Path, step: int | None, target: str | None) -> Source
             "--target: give the target of the drafter folder" if target is None else "--step: only runs have steps"
         )
     spec, state = read_drafter(folder)
-    return Source(spec, state, target, False, Origin())
+    note = read_note(folder)
+    of_target = note.get("target", {})
+    origin = Origin(
+        step=note.get("step"),
+        target=of_target.get("identity", {}),
+        target_fingerprint=of_target.get("fingerprint"),
+        data_fingerprint=note.get("data_fingerprint"),
+        max_trained_length=note.get("trained_length"),
+    )
+    return Source(spec, state, target, False, origin)
 
 
 def _data_report(store: Path) -> dict[str, Any]:
@@ -214,6 +223,7 @@ def export(source: Source, out: Path, *, format: Format, dtype: str, check: bool
     """
     import paceline
     from paceline.export.card import render_card, serving_commands
+    from paceline.export.folder import NOTE
     from paceline.export.golden import write_golden
     from paceline.export.speculators import write_speculators
     from paceline.export.target import check_target

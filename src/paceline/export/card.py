@@ -43,6 +43,7 @@ class Origin:
         data: the report of its data.
         evaluations: decoding of held-out prompts, oldest first, each with its ``step``.
         versions: of the packages that trained it.
+        max_trained_length: longest training sample in tokens, where neither data nor settings are known.
     """
 
     step: int | None = None
@@ -54,6 +55,7 @@ class Origin:
     data: Mapping[str, Any] = field(default_factory=dict)
     evaluations: Sequence[Mapping[str, Any]] = ()
     versions: Mapping[str, str] = field(default_factory=dict)
+    max_trained_length: int | None = None
 
     @property
     def trained_length(self) -> int | None:
@@ -62,7 +64,7 @@ class Origin:
         if isinstance(percentiles, Mapping) and percentiles:
             return max(percentiles.values())
         limits = self.settings.get("data")
-        return limits.get("max_length") if isinstance(limits, Mapping) else None
+        return limits.get("max_length") if isinstance(limits, Mapping) else self.max_trained_length
 
 
 def render_card(

@@ -2,16 +2,40 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from paceline.errors import ExportError
 
 MARKER = "config.json"
 """What a drafter folder has; only such a folder, or an empty one, is replaced."""
+NOTE = "paceline.json"
+"""What paceline notes in the folders that it writes: step, target, the whole specification."""
+
+
+def read_note(folder: str | Path) -> dict[str, Any]:
+    """The note of a drafter folder; empty in folders that others wrote.
+
+    Raises:
+        ExportError: it is damaged.
+    """
+    path = Path(folder) / NOTE
+    if not path.is_file():
+        return {}
+    try:
+        note = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(note, dict) or not isinstance(note.get("target"), dict):
+            raise ValueError("it names no target")
+        if not isinstance(note["target"].get("identity", {}), dict):
+            raise ValueError("its target's identity is no object")
+    except ValueError as fault:
+        raise ExportError(f"{path}: damaged ({fault}); export the drafter again") from fault
+    return note
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from paceline.errors import ExportError
 
@@ -23,6 +23,8 @@ KINDS = {name: kind for kind, name in LAYER_TYPES.items()}
 DEFAULT_ROPE_THETA = 10_000.0
 """What a configuration without any rotary base means to transformers."""
 CONFIG_FILE = "config.json"
+LARGEST = 2**31 - 1
+"""No whole number of a configuration is larger."""
 
 
 def qwen3_section(spec: DrafterSpec, dtype: str) -> dict[str, Any]:
@@ -95,12 +97,74 @@ def integer(where: str, config: Mapping[str, Any], key: str, *, at_least: int = 
     """A whole number that must be there.
 
     Raises:
-        ExportError: absent, no whole number, or too small.
+        ExportError: absent, no whole number, too small or beyond 31 bits.
     """
     value = config.get(key)
-    if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
+    if not _whole(value, at_least):
         raise ExportError(f"{where}: {key} is {_shown(config, key)}; a whole number from {at_least} on is needed")
     return value
+
+
+def _whole(value: Any, at_least: int) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool) and at_least <= value <= LARGEST
+
+
+def number(where: str, config: Mapping[str, Any], key: str, default: float, *, low: float, high: float) -> float:
+    """A number, or the default where the key is absent or null.
+
+    Raises:
+        ExportError: no number, or not between the bounds, which are allowed.
+    """
+    value = config.get(key)
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
+        raise ExportError(f"{where}: {key} is {value!r}; a number from {low:g} to {high:g} is needed")
+    return float(value)
+
+
+def flag(where: str, config: Mapping[str, Any], key: str, default: bool) -> bool:
+    """true or false, or the default where the key is absent or null.
+
+    Raises:
+        ExportError: something else.
+    """
+    value = config.get(key)
+    if value is not None and not isinstance(value, bool):
+        raise ExportError(f"{where}: {key} is {value!r}; true or false is needed")
+    return default if value is None else value
+
+
+def mapping(where: str, config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """An object; empty where the key is absent or null.
+
+    Raises:
+        ExportError: something else.
+    """
+    value = config.get(key)
+    if value is not None and not isinstance(value, dict):
+        raise ExportError(f"{where}: {key} is {value!r}; an object is needed")
+    return value or {}
+
+
+def token_ids(where: str, config: Mapping[str, Any], key: str) -> tuple[int, ...]:
+    """Token ids of a role: one, a list, or none where the key is absent or null.
+
+    Raises:
+        ExportError: something else.
+    """
+    value = config.get(key)
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(_whole(token, 0) for token in ids):
+        raise ExportError(f"{where}: {key} is {value!r}; a token id, a list of such or null is needed")
+    return tuple(ids)
+
+
+def _one_id(where: str, config: Mapping[str, Any], key: str) -> int | None:
+    ids = token_ids(where, config, key)
+    if len(ids) > 1 or isinstance(config.get(key), list):
+        raise ExportError(f"{where}: {key} is {config[key]!r}; one token id or null is needed")
+    return ids[0] if ids else None
 
 
 def layer_ids(where: str, config: Mapping[str, Any], key: str) -> tuple[int, ...]:
@@ -148,7 +212,6 @@ def shape_fields(where: str, config: Mapping[str, Any]) -> dict[str, Any]:
     if heads % groups:
         raise ExportError(f"{where}: num_attention_heads {heads} is no multiple of num_key_value_heads {groups}")
     kinds, window = _layers(where, config, num_layers)
-    eos = config.get("eos_token_id")
     return {
         "num_layers": num_layers,
         "hidden_size": hidden,
@@ -156,16 +219,16 @@ def shape_fields(where: str, config: Mapping[str, Any]) -> dict[str, Any]:
         "num_attention_heads": heads,
         "num_key_value_heads": groups,
         "head_dim": integer(where, config, "head_dim") if config.get("head_dim") is not None else hidden // heads,
-        "rms_norm_eps": float(config.get("rms_norm_eps", 1e-6)),
+        "rms_norm_eps": number(where, config, "rms_norm_eps", 1e-6, low=1e-12, high=0.1),
         "vocab_size": integer(where, config, "vocab_size"),
         "rope_theta": _rope_theta(where, config),
         "layers": kinds,
         "sliding_window": window,
         "max_position_embeddings": integer(where, config, "max_position_embeddings"),
-        "initializer_range": float(config.get("initializer_range", 0.02)),
-        "bos_token_id": config.get("bos_token_id"),
-        "eos_token_ids": tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
-        "pad_token_id": config.get("pad_token_id"),
+        "initializer_range": number(where, config, "initializer_range", 0.02, low=0.0, high=10.0),
+        "bos_token_id": _one_id(where, config, "bos_token_id"),
+        "eos_token_ids": token_ids(where, config, "eos_token_id"),
+        "pad_token_id": _one_id(where, config, "pad_token_id"),
     }
 
 
@@ -181,7 +244,7 @@ def _plain(where: str, config: Mapping[str, Any]) -> None:
         "final_logit_softcapping": (None, 0, 0.0),
     }
     for key, allowed in neutral.items():
-        if config.get(key) not in allowed:
+        if not any(type(config.get(key)) is type(value) and config.get(key) == value for value in allowed):
             raise ExportError(f"{where}: {key} is {config[key]!r}; a drafter here only ever has {allowed[-1]!r}")
 
 
@@ -196,12 +259,12 @@ def _layers(where: str, config: Mapping[str, Any], num_layers: int) -> tuple[tup
         types = [LAYER_TYPES["full"]] * num_layers
     if not isinstance(types, list) or len(types) != num_layers:
         raise ExportError(f"{where}: layer_types must list one type for each of the {num_layers} layers, is {types!r}")
-    if unknown := sorted({str(name) for name in types if name not in KINDS}):
+    if unknown := sorted({str(name) for name in types if not isinstance(name, str) or name not in KINDS}):
         raise ExportError(f"{where}: unknown layer type {', '.join(unknown)}; allowed are {', '.join(KINDS)}")
     kinds = tuple(KINDS[name] for name in types)
     if "sliding" not in kinds:
         return kinds, None
-    if config.get("use_sliding_window") is False:
+    if not flag(where, config, "use_sliding_window", True):
         raise ExportError(
             f"{where}: layer_types has sliding layers but use_sliding_window is false, so the window would be dropped"
         )
@@ -209,8 +272,8 @@ def _layers(where: str, config: Mapping[str, Any], num_layers: int) -> tuple[tup
 
 
 def _rope_theta(where: str, config: Mapping[str, Any]) -> float:
-    parameters = config.get("rope_parameters") or {}
-    for source, value in (("rope_parameters", parameters), ("rope_scaling", config.get("rope_scaling") or {})):
+    parameters = mapping(where, config, "rope_parameters")
+    for source, value in (("rope_parameters", parameters), ("rope_scaling", mapping(where, config, "rope_scaling"))):
         kind = value.get("rope_type", value.get("type", "default"))
         if kind != "default":
             raise ExportError(f"{where}: {source} asks for {kind} rotary tables; only plain ones are supported")
@@ -220,4 +283,4 @@ def _rope_theta(where: str, config: Mapping[str, Any]) -> float:
                 "a drafter rotates whole heads"
             )
     theta = agreed(where, "rope_theta", config.get("rope_theta"), parameters.get("rope_theta"))
-    return DEFAULT_ROPE_THETA if theta is None else float(theta)
+    return number(where, {"rope_theta": theta}, "rope_theta", DEFAULT_ROPE_THETA, low=1.0, high=1e15)

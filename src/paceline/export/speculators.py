@@ -16,6 +16,7 @@ from paceline.errors import ExportError
 from paceline.export.folder import appearing
 from paceline.export.qwen3 import (
     agreed,
+    flag,
     integer,
     layer_ids,
     qwen3_section,
@@ -122,7 +123,7 @@ def spec_from_speculators(where: str, config: Mapping[str, Any]) -> DrafterSpec:
     hidden = agreed(where, "target_hidden_size", config.get("target_hidden_size"), fields["hidden_size"])
     taps = [tap - 1 for tap in layer_ids(where, config, "aux_hidden_state_layer_ids")]
     depth = config.get("num_target_layers")
-    non_causal = bool(config.get("sliding_window_non_causal", False))
+    non_causal = flag(where, config, "sliding_window_non_causal", False)
     fields |= {
         "hidden_size": hidden,
         "causal": tuple(kind == "sliding" and not non_causal for kind in fields["layers"]),
@@ -130,7 +131,7 @@ def spec_from_speculators(where: str, config: Mapping[str, Any]) -> DrafterSpec:
         "mask_token_id": integer(where, config, "mask_token_id", at_least=0),
         "taps": tuple(taps),
         "num_target_layers": max(taps, default=0) + 1 if depth is None else integer(where, config, "num_target_layers"),
-        "sample_from_anchor": bool(config.get("sample_from_anchor", False)),
+        "sample_from_anchor": flag(where, config, "sample_from_anchor", False),
     }
     spec = build_spec(where, fields)
     _check_proposals(where, config["speculators_config"], spec)
@@ -140,7 +141,10 @@ def spec_from_speculators(where: str, config: Mapping[str, Any]) -> DrafterSpec:
 def _check_proposals(where: str, section: Mapping[str, Any], spec: DrafterSpec) -> None:
     if section.get("algorithm") != "dflash":
         raise ExportError(f"{where}: speculators_config.algorithm is {section.get('algorithm')!r}; 'dflash' is needed")
-    counts = [method.get("speculative_tokens") for method in section.get("proposal_methods") or []]
+    methods = section.get("proposal_methods") or []
+    if not isinstance(methods, list) or not all(isinstance(method, dict) for method in methods):
+        raise ExportError(f"{where}: speculators_config.proposal_methods is {methods!r}; a list of objects is needed")
+    counts = [method.get("speculative_tokens") for method in methods]
     if any(isinstance(count, int) and count > spec.num_drafts for count in counts):
         raise ExportError(
             f"{where}: proposes {max(counts)} tokens, but a block of {spec.block_size} drafts {spec.num_drafts} "

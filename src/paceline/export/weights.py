@@ -155,9 +155,11 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
     if (folder / INDEX_FILE).is_file():
         try:
             places = json.loads((folder / INDEX_FILE).read_text(encoding="utf-8"))["weight_map"]
+            files = sorted({str(Path(file)) for file in dict(places).values()})
         except (ValueError, KeyError, TypeError) as fault:
             raise ExportError(f"{folder / INDEX_FILE}: no index of safetensors shards ({fault})") from fault
-        files = sorted(set(places.values()))
+        if outside := [file for file in files if Path(file).name != file]:
+            raise ExportError(f"{folder / INDEX_FILE}: names a file outside the folder ({outside[0]})")
     elif (folder / SINGLE_FILE).is_file():
         places, files = None, [SINGLE_FILE]
     else:

@@ -13,7 +13,17 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.errors import ExportError
 from paceline.export.folder import appearing
-from paceline.export.qwen3 import agreed, integer, layer_ids, qwen3_section, read_config, shape_fields, write_config
+from paceline.export.qwen3 import (
+    agreed,
+    flag,
+    integer,
+    layer_ids,
+    mapping,
+    qwen3_section,
+    read_config,
+    shape_fields,
+    write_config,
+)
 from paceline.export.target import build_spec, check_mask, check_target
 from paceline.export.weights import SHARD_BYTES, check_shapes, in_dtype, read_weights, write_weights
 
@@ -79,7 +89,7 @@ def spec_from_zlab(where: str, config: Mapping[str, Any]) -> DrafterSpec:
         raise ExportError(
             f"{where}: architectures is {config['architectures']!r}; a DFlash drafter has [{ARCHITECTURE!r}]"
         )
-    inner = config.get("dflash_config") or {}
+    inner = mapping(where, config, "dflash_config")
     if unknown := sorted(set(inner) - KNOWN):
         raise ExportError(
             f"{where}: dflash_config has {', '.join(unknown)}; such a drafter computes something else than a DFlash one"
@@ -92,8 +102,9 @@ def spec_from_zlab(where: str, config: Mapping[str, Any]) -> DrafterSpec:
             )
     fields = shape_fields(where, config)
     causal = agreed(where, "is_causal", config.get("is_causal"), inner.get("causal"))
+    flag(where, {"is_causal": causal}, "is_causal", False)
     fields |= {
-        "causal": tuple(kind == "sliding" if causal is None else bool(causal) for kind in fields["layers"]),
+        "causal": tuple(kind == "sliding" if causal is None else causal for kind in fields["layers"]),
         "block_size": integer(where, both, "block_size", at_least=2),
         "mask_token_id": integer(where, both, "mask_token_id", at_least=0),
         "taps": layer_ids(where, both, "target_layer_ids"),
