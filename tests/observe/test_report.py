@@ -13,6 +13,7 @@ import pytest
 from paceline.cli import report as command
 from paceline.cli.frame import guarded
 from paceline.errors import RunDirectoryError
+from paceline.observe import plots
 from paceline.observe.history import read_history
 from paceline.observe.lines import read_lines
 from paceline.observe.report import write_report
@@ -130,10 +131,20 @@ def test_the_bucket_table_equals_a_recount(make_run):
     assert np.isnan(history.pooled("tree/tau_16"))
 
 
+def test_a_state_of_a_stage_looks_the_same_on_every_plot(make_run):
+    """The feed is never starved; its blocked time must not be drawn as another stage's starved time."""
+    run_dir = make_run(steps=8)
+    path = run_dir / "metrics.jsonl"
+    path.write_text(path.read_text().replace("stage/target/busy", "stage/feed/busy").replace("target/bl", "feed/bl"))
+    feed, drafter = (plots.stage(read_history(run_dir), name) for name in ("feed", "drafter"))
+    assert "var(--s3)" in feed and "var(--s1)" not in feed and ">blocked<" in feed
+    assert "var(--s2)" in drafter and ">busy<" in drafter
+
+
 def test_queues_and_memory_are_in_the_report(make_run):
     text = checked(write_report(make_run(steps=4)))[1]
-    assert re.search(r'<th scope="row">memory of trainer</th><td>[\d.]+[MG]B</td><td>[\d.]+[MG]B</td>', text)
-    assert '<th scope="row">queue features</th><td>3</td><td>2.05kB</td>' in text
+    assert re.search(r'<th scope="row">memory of trainer</th><td>[\d.]+ [MG]B</td><td>[\d.]+ [MG]B</td>', text)
+    assert '<th scope="row">queue features</th><td>3</td><td>2.05 kB</td>' in text
 
 
 def test_an_unknown_directory_is_one_clear_line(tmp_path):

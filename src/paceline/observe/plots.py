@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
     from paceline.observe.history import History
 
+STATES = {"busy": (2, HATCHES[0]), "starved": (1, HATCHES[1]), "blocked": (3, HATCHES[2])}
+"""Series colour and hatching of what a stage can be."""
 MAX_SERIES = 16
 """Lines or bands of one plot: of more buckets, evenly spaced ones are drawn, and bands are put together."""
 MAX_TREES = 5
@@ -227,25 +229,26 @@ def gradient(run: History) -> str | None:
 
 def stage(run: History, name: str) -> str | None:
     """Shares of one stage's time: busy, starved, blocked."""
-    states = [state for state in ("busy", "starved", "blocked") if f"stage/{name}/{state}" in run.values]
+    states = [state for state in STATES if f"stage/{name}/{state}" in run.values]
     if not states:
         return None
     rows = [smoothed(run.counts(f"stage/{name}/{state}"), share=0.02) for state in states]
     x, *parts = condensed(run.steps, *rows, points=250)
     with drawing(height=2.0) as (figure, axes):
         areas = axes.stackplot(x, np.array(parts), linewidth=0.6)
-        for position, area in enumerate(areas):
-            area.set_facecolor("none" if position else series_colour(2))
-            area.set_edgecolor(series_colour((2, 1, 3)[position]))
-            area.set_hatch(HATCHES[position])
+        for state, area in zip(states, areas, strict=True):
+            colour, hatch = STATES[state]
+            area.set_facecolor(series_colour(colour) if state == "busy" else "none")
+            area.set_edgecolor(series_colour(colour))
+            area.set_hatch(hatch)
         axes.set_ylim(0, 1)
         axes.margins(x=0)
         axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
         ends_y = np.cumsum([part[-1] for part in parts]) - np.array([part[-1] for part in parts]) / 2
         ends = [
-            (x[-1], float(y), state, series_colour((2, 1, 3)[i]))
-            for i, (state, y, part) in enumerate(zip(states, ends_y, parts, strict=True))
-            if part[-1] > 0.02
+            (x[-1], float(y), state, series_colour(STATES[state][0]))
+            for state, y, part in zip(states, ends_y, parts, strict=True)
+            if part.mean() > 0.02  # wherever it ends: a stage that is done is in no state
         ]
         axes.set_xlabel("step")
         label_ends(axes, ends)

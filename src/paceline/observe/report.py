@@ -252,7 +252,10 @@ def _gradient(run: History) -> tuple[str | None, str, str]:
 
 def _stages(run: History) -> Html:
     names = sorted({name.split("/")[1] for name in run.values if name.startswith("stage/")})
-    caption = "Share of the stage's time: busy, starved (waits for work), blocked (waits for room to put it)."
+    caption = (
+        "Share of the stage's time: busy, starved (waits for work), blocked (waits for room to put it). "
+        "At the end of a run a stage that is done waits too, and a feed that is done is in no state."
+    )
     drawn = [(plots.stage(run, name), f"Stage: {name}", caption) for name in names[:MAX_STAGES]]
     if len(names) > MAX_STAGES:
         run.notes.append(f"{len(names) - MAX_STAGES} of {len(names)} stages are left out")
@@ -300,7 +303,10 @@ def _depths(run: History) -> Html:
 
 
 def _bytes(size: float) -> str:
-    return f"{short(size)}B" if math.isfinite(size) and size > 0 else "–"
+    if not math.isfinite(size) or size <= 0:
+        return "–"
+    text = short(size)
+    return f"{text[:-1]} {text[-1]}B" if text[-1].isalpha() else f"{text} B"
 
 
 def _events(run: History) -> Html:
