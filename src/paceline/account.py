@@ -34,8 +34,9 @@ class Account:
         flow, peaks = run.settings.flow, run.settings.observe.peak_tflops
         self._peaks = {
             stage: sum(found) * 1e12 * run.machines.place.count
-            for stage, devices in (("target", flow.target_devices), ("drafter", flow.drafter_devices))
-            if all(found := [peaks.get(name, peaks.get(name.partition(":")[0], 0.0)) for name in devices])
+            for stage, entries in (("target", flow.target_devices), ("drafter", flow.drafter_devices))
+            if (devices := [name for entry in entries for name in entry.split("+")])
+            and all(found := [peaks.get(name, peaks.get(name.partition(":")[0], 0.0)) for name in devices])
         }
 
     def __call__(self, report: StepReport) -> StepReport:

@@ -8,12 +8,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from paceline.background import check_decoding
 from paceline.checkpoint import rundir, store
 from paceline.config import PlanConfig, Settings
-from paceline.contracts import HostBatch, TargetFacts
+from paceline.contracts import HostBatch, PlannedBatch, TargetFacts
 from paceline.data.store import TokenStore, open_store
 from paceline.data.tokenizer import load_tokenizer, mask_token_id
 from paceline.drafter.anchors import sample_anchors
@@ -22,6 +23,7 @@ from paceline.errors import ConfigError, DataError
 from paceline.feed.collate import collate
 from paceline.flow.machines import ALONE, Machines, Place
 from paceline.flow.messages import StepOrder
+from paceline.flow.pool import BufferPool
 from paceline.plan.epoch import EpochPlan, plan_epoch
 from paceline.plan.intake import groups_of_tags
 from paceline.saving import VALIDATION, check_saving
@@ -29,6 +31,32 @@ from paceline.target.facts import describe_target
 from paceline.target.support import check_loadable, target_faults
 from paceline.target.taps import check_taps, default_taps
 from paceline.warm import check_init
+
+
+@dataclass(frozen=True)
+class Extent:
+    """How large the micro-batches of a run get.
+
+    Attributes:
+        real_tokens: most real tokens of one.
+        padded_tokens: most padded tokens of one, the target's work.
+        epoch, index: where in the plans that one is.
+    """
+
+    real_tokens: int = 0
+    padded_tokens: int = 0
+    epoch: int = 0
+    index: int = 0
+
+    def over(self, plan: EpochPlan) -> Extent:
+        """This, or more where a plan has larger micro-batches."""
+        composition = plan.composition
+        real = np.add.reduceat(plan.lengths[composition.order], composition.offsets[:-1])[plan.sequence]
+        padded = plan.counts * plan.widths if not composition.packed else real
+        at, most = int(padded.argmax()), max(self.real_tokens, int(real.max()))
+        if padded[at] <= self.padded_tokens:
+            return replace(self, real_tokens=most)
+        return Extent(most, int(padded[at]), plan.epoch, at)
 
 
 @dataclass(frozen=True)
@@ -45,6 +73,7 @@ class Composition:
         first_step: steps that a checkpoint already holds.
         replicas: drafter ranks that the plan was made for: those that the run was started with.
         machines: that train it together, seen from this one.
+        extent: the largest micro-batches of its plans.
         damaged: a sentence for each newer checkpoint that is not as it was written.
     """
 
@@ -58,6 +87,7 @@ class Composition:
     orders: list[StepOrder]
     first_step: int
     replicas: int
+    extent: Extent
     machines: Machines = ALONE
     damaged: tuple[str, ...] = ()
 
@@ -78,7 +108,7 @@ class Composition:
 
 def resolve_spec(settings: Settings) -> tuple[TargetFacts, list[int], DrafterSpec]:
     """Facts of the target, taps and drafter of a run; reads configurations and tokenizer only."""
-    check_loadable(settings.target, settings.flow.target_devices[0])
+    check_loadable(settings.target, settings.flow.target_devices[0].split("+")[0])
     facts = describe_target(settings.target)
     taps = settings.target.taps
     if taps is None:
@@ -109,7 +139,15 @@ def compose(settings: Settings, machines: Machines = ALONE) -> Composition:
     facts, taps, spec = resolve_spec(settings)
     source = open_store(settings.store_path)
     replicas = machines.agree({}, _replicas(settings, machines))
-    orders = step_orders(settings, functools.partial(epoch_plan, settings, spec, source, replicas=replicas))
+    extent = Extent()
+
+    def plan_of(epoch: int) -> EpochPlan:
+        nonlocal extent
+        plan = epoch_plan(settings, spec, source, epoch, replicas)
+        extent = extent.over(plan) if plan.num_batches else extent
+        return plan
+
+    orders = step_orders(settings, plan_of)
     if not orders:
         raise DataError(f"{settings.store_path}: no optimizer step can be planned from its {len(source.lengths)} rows")
     run_dir, first, heldout, damaged = Path(settings.run_dir), 0, None, ()
@@ -124,7 +162,7 @@ def compose(settings: Settings, machines: Machines = ALONE) -> Composition:
         first = min(first, len(orders))
     first = machines.agree(_facts_of_machine(settings, facts, spec, source, orders), first)
     return Composition(
-        settings, run_dir, facts, taps, spec, source, heldout, orders, first, replicas, machines, damaged
+        settings, run_dir, facts, taps, spec, source, heldout, orders, first, replicas, extent, machines, damaged
     )
 
 
@@ -228,19 +266,26 @@ def host_batches(run: Composition, orders: Sequence[StepOrder]) -> Iterator[Host
     plan_of = functools.lru_cache(maxsize=2)(run.plan_of)
     here = len(run.settings.flow.drafter_devices)
     ranks = range(run.machines.place.number * here, (run.machines.place.number + 1) * here)
-    pad_id = run.facts.pad_token_id if run.facts.pad_token_id is not None else 0
     for order in orders:
         for index in order.batches:
-            if order.rank_of(index, run.num_ranks) not in ranks:
-                continue
-            yield collate(
-                plan_of(order.epoch).batch(index),
-                run.source,
-                sample_anchors,
-                seed=run.settings.seed,
-                num_anchors=run.settings.drafter.num_anchors,
-                pad_id=pad_id,
-            )
+            if order.rank_of(index, run.num_ranks) in ranks:
+                yield _collated(run, plan_of(order.epoch).batch(index))
+
+
+def largest_batch(run: Composition) -> HostBatch:
+    """The host batch with the most padded tokens of all plans of the run."""
+    return _collated(run, run.plan_of(run.extent.epoch).batch(run.extent.index))
+
+
+def _collated(run: Composition, planned: PlannedBatch) -> HostBatch:
+    return collate(
+        planned,
+        run.source,
+        sample_anchors,
+        seed=run.settings.seed,
+        num_anchors=run.settings.drafter.num_anchors,
+        pad_id=run.facts.pad_token_id if run.facts.pad_token_id is not None else 0,
+    )
 
 
 def validation_batches(run: Composition) -> list[HostBatch]:
@@ -262,6 +307,35 @@ def validation_batches(run: Composition) -> list[HostBatch]:
     return found
 
 
+def feature_pool(run: Composition, validation: Sequence[HostBatch]) -> BufferPool:
+    """Buffers of the largest micro-batch's size, as many as asked for and allowed.
+
+    Raises:
+        ConfigError: not even two fit `flow.pool_bytes`.
+        StageError: shared memory is too small.
+    """
+    settings, flow = run.settings, run.settings.flow
+    most_tokens = max([run.extent.real_tokens, *(host.planned.real_tokens for host in validation)])
+    of_one = functools.partial(
+        BufferPool,
+        max_tokens=most_tokens,
+        columns=len(run.taps) * run.facts.hidden_size,
+        dtype=getattr(torch, settings.target.dtype),
+        last_columns=run.facts.hidden_size if settings.objective.needs_teacher else 0,
+        transport=flow.transport,
+        taps=len(run.taps),
+    )
+    if flow.pool_bytes is None:
+        return of_one(flow.pool_buffers)
+    size = of_one(1).num_bytes
+    if flow.pool_bytes < 2 * size:
+        raise ConfigError(
+            f"flow.pool_bytes: {flow.pool_bytes} hold no 2 buffers of {size} bytes, the features of the plan's largest "
+            f"micro-batch ({most_tokens} tokens); raise it, lower plan.token_budget, or set flow.transport"
+        )
+    return of_one(min(flow.pool_buffers, flow.pool_bytes // size))
+
+
 def check_support(settings: Settings, place: Place = ALONE.place) -> None:
     """Refuse what this machine or this version cannot do; needs the settings and the place among machines alone.
 
@@ -269,6 +343,12 @@ def check_support(settings: Settings, place: Place = ALONE.place) -> None:
         ConfigError: one line per fault.
     """
     faults = target_faults(settings.target, len(settings.flow.target_devices))
+    if settings.target.device_map is not None and any("+" in name for name in settings.flow.target_devices):
+        faults.append(
+            "target.device_map: a group in flow.target_devices spreads the target already; drop one of the two"
+        )
+    if settings.flow.mode == "inline" and any("+" in name for name in settings.flow.target_devices):
+        faults.append("flow.target_devices: groups need flow.mode: pipeline; inline knows target.device_map")
     for role, names in (
         ("target_devices", settings.flow.target_devices),
         ("drafter_devices", settings.flow.drafter_devices),
@@ -276,7 +356,7 @@ def check_support(settings: Settings, place: Place = ALONE.place) -> None:
     ):
         if not names:
             faults.append(f"flow.{role}: empty; list at least one device, for example cpu or cuda:0")
-        for name in names:
+        for name in [device for entry in names for device in entry.split("+")]:
             kind, _, number = name.partition(":")
             count = torch.cuda.device_count() if kind == "cuda" else 1
             if kind not in ("cpu", "cuda") or (number and not number.isdigit()) or (number and int(number) >= count):

@@ -68,6 +68,10 @@ class HostBatch:
     anchors: np.ndarray
     anchor_counts: np.ndarray
 
+    def num_bytes(self) -> int:
+        """Bytes of its arrays."""
+        return sum(part.nbytes for part in (self.ids, self.loss_mask, self.lengths, self.anchors, self.anchor_counts))
+
 
 @dataclass(frozen=True, slots=True)
 class FeatureBatch:

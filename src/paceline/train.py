@@ -26,17 +26,17 @@ from paceline.account import Account
 from paceline.background import background_decoding
 from paceline.checkpoint import rundir, store
 from paceline.checkpoint.writer import CheckpointWriter
-from paceline.compose import Composition, host_batches, validation_batches
+from paceline.compose import Composition, feature_pool, host_batches, largest_batch, validation_batches
 from paceline.config import Settings
-from paceline.contracts import StepReport
+from paceline.contracts import HostBatch, StepReport
 from paceline.drafter.spec import DrafterSpec
 from paceline.errors import PacelineError
-from paceline.flow.hub import Hub, Share
+from paceline.flow.hub import Hub
 from paceline.flow.machines import GroupPlace, meeting_prefix
 from paceline.flow.messages import StepOrder
-from paceline.flow.pool import BufferPool
 from paceline.flow.prefetch import Prefetcher
 from paceline.flow.profile import PROFILE_FILE, StepProfile
+from paceline.flow.share import Share
 from paceline.flow.stop import StopRequest
 from paceline.flow.witness import Elsewhere, PeakMemory
 from paceline.flow.worker import Worker
@@ -324,21 +324,16 @@ def _pipeline(
     from paceline.target.worker import TargetStage
 
     settings, flow = run.settings, run.settings.flow
-    pool = BufferPool(
-        flow.pool_buffers,
-        _most_tokens(run),
-        len(run.taps) * run.facts.hidden_size,
-        getattr(torch, settings.target.dtype),
-        run.facts.hidden_size if settings.objective.needs_teacher else 0,
-    )
+    validation = validation_batches(run)
+    pool = feature_pool(run, validation)
     ranks, place = len(flow.drafter_devices), run.machines.place
     own = ranks > 1 and place.count == 1
     meeting = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if own else None
     workers: list[Worker] = []
-    validation = validation_batches(run)
     opening = [StepOrder(0, -1, -1, range(len(validation)), save=False)] if validation else []
     hosts = itertools.chain(validation, host_batches(run, orders))
-    feed = Prefetcher(hosts, flow.prefetch_batches * len(flow.target_devices))
+    ahead = flow.prefetch_batches * len(flow.target_devices)
+    feed = Prefetcher(hosts, ahead, flow.prefetch_bytes, HostBatch.num_bytes)
     try:
         for number, device in enumerate(flow.target_devices):
             arguments = (settings.target, run.taps, device, pool)
@@ -351,7 +346,7 @@ def _pipeline(
         hub = Hub(
             workers[:-ranks],
             workers[-ranks:],
-            num_buffers=flow.pool_buffers,
+            num_buffers=pool.num_buffers,
             feed=feed,
             orders=[*opening, *orders],
             delivery=flow.delivery,
@@ -359,9 +354,10 @@ def _pipeline(
             stop_requested=stop,
             saves=saves,
             share=Share(place.number * ranks, run.num_ranks, place.count, run.machines.fault),
+            probe=largest_batch(run),
             witness=observer,
             buffer_bytes=pool.num_bytes // pool.num_buffers,
-            token_bytes=(pool.columns + pool.last_columns) * pool.dtype.itemsize,
+            token_bytes=pool.token_bytes,
         )
         yield from hub.run()
         patience_s = 5.0
@@ -372,12 +368,6 @@ def _pipeline(
         feed.close()
         for worker in workers:
             worker.stop(patience_s)
-
-
-def _most_tokens(run: Composition) -> int:
-    """Real tokens of the largest micro-batch that any plan of the run can make."""
-    plan = run.settings.plan
-    return min(plan.token_budget, plan.max_samples * int(run.source.lengths.max()))
 
 
 def _log_failure(run: Composition, fault: PacelineError, observer: Observer | Elsewhere) -> None:

@@ -10,12 +10,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from paceline.contracts import Ratio, StepReport
 from paceline.flow.messages import (
     BufferReleased,
     CloseWindow,
     DrafterTask,
     FeaturesReady,
+    Probed,
+    ProbeTask,
     SaveState,
     StateSaved,
     TargetTask,
@@ -31,7 +35,12 @@ class SimulatedTarget:
         self.pool, self.random, self.most_delay_s = pool, random.Random(seed), most_delay_s
         self.fault, self.fault_at = fault, fault_at
 
-    def handle(self, message: TargetTask) -> Iterator[FeaturesReady]:
+    def handle(self, message: TargetTask | ProbeTask) -> Iterator[FeaturesReady | Probed]:
+        if isinstance(message, ProbeTask):
+            if self.fault == "memory":
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+            yield Probed(0.25, 0)
+            return
         index = message.host.planned.index
         if index == self.fault_at:
             misbehave(self.fault)

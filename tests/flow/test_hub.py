@@ -60,6 +60,7 @@ def joined(
     witness: Notes | None = None,
     every: int = 1000,
     saves: Saves | None = None,
+    probe: HostBatch | None = None,
 ) -> Iterator[tuple[Hub, list[Worker]]]:
     orders = orders_of(windows, accumulate, every)
     items = feed or (host(i, i // accumulate, i % drafters) for i in range(windows * accumulate))
@@ -83,6 +84,7 @@ def joined(
                 stop_requested=stop,
                 saves=saves,
                 witness=witness,
+                probe=probe,
                 buffer_bytes=10,
                 token_bytes=2,
             ),
@@ -168,6 +170,7 @@ class Notes:
     def __init__(self) -> None:
         self.spans: list[tuple[str, str, float, float]] = []
         self.depths: list[dict[str, float]] = []
+        self.told: list[str] = []
         self.gauges: dict[str, list[float]] = {}
 
     def span(self, process: str, row: str, name: str, start_s: float, end_s: float, **details: object) -> None:
@@ -175,6 +178,9 @@ class Notes:
 
     def counter(self, process: str, name: str, at_s: float, **values: float) -> None:
         self.depths.append(values)
+
+    def note(self, text: str) -> None:
+        self.told.append(text)
 
     def gauge(self, name: str, value: float) -> None:
         self.gauges.setdefault(name, []).append(value)
@@ -223,6 +229,24 @@ def test_an_exception_names_stage_batch_samples_and_keeps_the_trace(stage: str) 
     assert stage in text and "batch 5 of epoch 0 (samples 50, 51)" in text and "a made-up fault" in text
     assert "\n" not in text
     assert "Traceback" in caught.value.__notes__[0]
+
+
+def test_the_largest_batch_runs_first_on_one_target_after_the_other_and_nothing_else_changes() -> None:
+    notes = Notes()
+    with joined(targets=3, windows=2, witness=notes, probe=host(77, 9)) as (hub, _):
+        reports = run(hub)
+    assert [list(report.batches) for report in reports] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert notes.told == ["features cross with a relative RMS error of 0.25 (flow.transport)"]
+
+
+def test_a_largest_batch_that_does_not_fit_is_named_before_anything_is_trained() -> None:
+    with (
+        joined(target_fault=("memory", -2), probe=host(77, 9)) as (hub, _),
+        pytest.raises(
+            StageError, match=r"target 0 failed on the memory probe, batch 77 of epoch 0 .samples 770, 771.: O"
+        ),
+    ):
+        run(hub)
 
 
 @pytest.mark.parametrize("stage", ["target", "drafter"])

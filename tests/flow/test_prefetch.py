@@ -45,6 +45,23 @@ def test_stays_within_its_bound() -> None:
     assert len(made) <= 5
 
 
+def test_stays_within_its_bytes_but_for_one_item() -> None:
+    prefetcher = Prefetcher(iter([3, 3, 3, 9, 1, 1]), 10, ahead_bytes=7, size_of=lambda size: size)
+    taken: list[int] = []
+    for expected in ([3, 3], [3, 3], [3], [9], [1, 1], [1]):
+        deadline = threading.Event()
+        for _ in range(500):
+            if prefetcher.waiting == expected:
+                break
+            deadline.wait(0.01)
+        assert prefetcher.waiting == expected
+        item = prefetcher.take()
+        assert item is not None
+        taken.append(item)
+    assert taken == [3, 3, 3, 9, 1, 1]
+    prefetcher.close()
+
+
 def test_raises_the_fault_of_the_iterator_after_the_items_before_it() -> None:
     def items() -> Iterator[int]:
         yield 1

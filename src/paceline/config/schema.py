@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from paceline.config.checkpoint import CheckpointConfig
 from paceline.config.drafter import DrafterConfig
@@ -69,7 +69,8 @@ class FlowConfig(Section):
     delivery: Literal["ordered", "ready"] = "ready"
     """Order of micro-batches inside a window: the plan's, or as they become ready. Windows never change."""
     target_devices: list[str] = ["cpu"]
-    """One target worker per entry, for example cuda:0."""
+    """One target worker per entry, for example cuda:0; a list of devices, or cuda:0+cuda:1, spreads one worker over
+    them."""
     drafter_devices: list[str] = ["cpu"]
     """One drafter rank per entry."""
     verifier_device: str | None = None
@@ -81,10 +82,29 @@ class FlowConfig(Section):
     """CPU threads of each worker process."""
     prefetch_batches: int = Field(default=4, ge=1)
     """Host batches collated ahead of each target worker."""
+    prefetch_bytes: int = Field(default=2**30, ge=1)
+    """Bytes of host batches collated ahead in all, at most; one batch is always made ahead."""
     pool_buffers: int = Field(default=4, ge=2)
-    """Feature buffers that cross from targets to drafters; the only backpressure there."""
+    """Feature buffers that cross from targets to drafters, each of the size of the plan's largest micro-batch; the only
+    backpressure there."""
+    pool_bytes: int | None = Field(default=None, ge=1)
+    """Bytes of all feature buffers at most; fewer are made where `pool_buffers` would take more. Unset: no limit."""
+    transport: Literal["exact", "bf16", "fp8"] = "exact"
+    """How features cross from targets to drafters; bf16 and fp8 (a scale for each token and tap) are smaller, and their
+    error is reported at the start."""
     stall_limit_s: float = Field(default=600.0, gt=0)
     """A stage that reports nothing for this long is named and the run is stopped."""
+
+    @field_validator("target_devices", mode="before")
+    @classmethod
+    def _join_groups(cls, value: object) -> object:
+        """A worker over several devices is one name from here on."""
+        if not isinstance(value, list):
+            return value
+        return [
+            "+".join(entry) if isinstance(entry, list) and all(isinstance(n, str) for n in entry) else entry
+            for entry in value
+        ]
 
 
 class EvaluateConfig(Section):

@@ -7,9 +7,12 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Protocol
 
+import torch
+
 from paceline.contracts import FeatureBatch, Ratio, StepReport
 from paceline.drafter.learner import Learner
 from paceline.drafter.ranks import any_asks, check_equal
+from paceline.errors import DrafterError
 from paceline.flow.messages import (
     BufferReleased,
     CloseWindow,
@@ -67,6 +70,10 @@ class DrafterStage:
         several_machines: bool = False,
     ) -> None:
         self._learner = build()
+        self._copies = None
+        if self._learner.device.type == "cuda":
+            self._copies = torch.cuda.Stream(self._learner.device)
+            pool.pin()
         self._profile, self._last_step = profile, last_step
         self._several_machines = several_machines
         self._pool, self._keep = pool, keep
@@ -78,13 +85,12 @@ class DrafterStage:
         if isinstance(message, (DrafterTask, KeepTask)):
             if self._profile is not None:
                 self._profile.before(self._learner.steps_done + 1)
-            tokens = int(message.host.lengths.sum())
-            features, last = self._pool.view(message.buffer, tokens), self._pool.last_view(message.buffer, tokens)
+            batch = self._fetch(message)
             if isinstance(message, KeepTask):
-                kept = None if last is None else last.clone()
-                self._validation.append(FeatureBatch(message.host, features.clone(), kept))
+                kept = None if batch.last_hidden is None else batch.last_hidden.clone()
+                self._validation.append(FeatureBatch(message.host, batch.features.clone(), kept))
             else:
-                self._learner.accumulate(FeatureBatch(message.host, features, last))
+                self._accumulate(batch)
             yield BufferReleased(message.buffer)
         elif isinstance(message, CloseWindow):
             self._keep.check()
@@ -103,6 +109,35 @@ class DrafterStage:
             if message.last:
                 self._keep.wait()
             yield StateSaved(message.step)
+
+    def _fetch(self, message: DrafterTask | KeepTask) -> FeatureBatch:
+        """The features of a task's buffer: a view of it on CPUs; on a GPU a copy, made beside what computes there."""
+        tokens = int(message.host.lengths.sum())
+        if self._copies is None:
+            last = self._pool.last_view(message.buffer, tokens)
+            return FeatureBatch(message.host, self._pool.read(message.buffer, tokens), last)
+        device = self._learner.device
+        with torch.cuda.stream(self._copies):
+            features = self._pool.read(message.buffer, tokens).to(device, non_blocking=True)
+            last = self._pool.last_view(message.buffer, tokens)
+            last = None if last is None else last.to(device, non_blocking=True)
+        # The buffer is handed back once the copy has been made, whatever is still computing.
+        self._copies.synchronize()
+        for moved in (features, last):
+            if moved is not None:
+                moved.record_stream(torch.cuda.current_stream(device))
+        return FeatureBatch(message.host, features, last)
+
+    def _accumulate(self, batch: FeatureBatch) -> None:
+        try:
+            self._learner.accumulate(batch)
+        except (torch.OutOfMemoryError, MemoryError) as fault:
+            planned = batch.host.planned
+            raise DrafterError(
+                f"out of memory on {self._learner.device} with {planned.draft_positions} draft positions over "
+                f"{planned.real_tokens} tokens (features {batch.features.nbytes / 2**20:,.0f} MiB); lower "
+                "drafter.positions_per_pass, drafter.head_chunk or plan.draft_position_budget"
+            ) from fault
 
     def _agree(self, message: CloseWindow) -> bool:
         """With all ranks: that their weights are equal, and whether to stop."""

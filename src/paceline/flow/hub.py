@@ -25,6 +25,8 @@ from paceline.flow.messages import (
     FeaturesReady,
     KeepTask,
     PlannedSaves,
+    Probed,
+    ProbeTask,
     Ready,
     Reply,
     Saves,
@@ -36,6 +38,8 @@ from paceline.flow.messages import (
     describe,
 )
 from paceline.flow.prefetch import Prefetcher
+from paceline.flow.share import Share
+from paceline.flow.sight import Sight
 from paceline.flow.witness import Unobserved, Witness
 from paceline.flow.worker import Worker
 
@@ -44,28 +48,6 @@ Key = tuple[int, int]
 
 PEER_PATIENCE_S = 5.0
 """A rank that misses another one is believed to be the cause itself only after this long."""
-
-
-@dataclass(frozen=True)
-class Share:
-    """The part of every window that this machine's drafter ranks train.
-
-    Attributes:
-        first_rank: of this machine.
-        num_ranks: of all machines; None: as many as there are here.
-        machines: how many machines train together.
-        fault: what ended the run on another machine; None while all are well.
-    """
-
-    first_rank: int = 0
-    num_ranks: int | None = None
-    machines: int = 1
-    fault: Callable[[], str | None] = lambda: None
-
-    @property
-    def writes(self) -> bool:
-        """Whether checkpoints are written on this machine."""
-        return self.first_rank == 0
 
 
 @dataclass(slots=True)
@@ -91,6 +73,7 @@ class Hub:
         saves: says when the state is written. Before it is, the step's report has been taken in; the window after it
             waits until then, so that a checkpoint never is ahead of what is known about it.
         share: which part of the windows is trained here.
+        probe: the largest planned batch, run first on one target worker after the other.
         witness: sees every span of work, queue depths and memory.
         buffer_bytes, token_bytes: size of one buffer of the pool, and of one token's features in it.
     """
@@ -108,13 +91,12 @@ class Hub:
         stop_requested: Callable[[], bool] = lambda: False,
         saves: Saves | None = None,
         share: Share | None = None,
+        probe: HostBatch | None = None,
         witness: Witness | None = None,
         buffer_bytes: int = 0,
         token_bytes: int = 0,
     ) -> None:
-        self._witness: Witness = witness or Unobserved()
-        self._buffer_bytes, self._token_bytes = buffer_bytes, token_bytes
-        self._memory: dict[str, int] = {}
+        self._sight = Sight(witness or Unobserved(), buffer_bytes, token_bytes)
         self._targets, self._drafters, self._feed = list(targets), list(drafters), feed
         self._orders, self._delivery = deque(orders), delivery
         self._stall_limit_s, self._stop_requested = stall_limit_s, stop_requested
@@ -125,7 +107,7 @@ class Hub:
         self._open: StepOrder | None = None
         self._missing: list[Key] = []
         self._closing: dict[int, dict[str, StepReport]] = {}
-        self._share = share or Share()
+        self._share, self._probe = share or Share(), probe
         self._num_ranks = self._share.num_ranks or len(self._drafters)
         self._ranks = range(self._share.first_rank, self._share.first_rank + len(self._drafters))
         self._reported = next((order.step for order in self._orders if order.step), 1) - 1
@@ -170,6 +152,11 @@ class Hub:
             if self._stop_requested():
                 raise Interrupted("stopped while the workers were starting; nothing was trained in this start")
             yield from self._listen()
+        for worker in self._targets:
+            if self._probe is not None:
+                worker.send(ProbeTask(self._probe))
+            while worker.outstanding:
+                yield from self._listen()
         self._idle.extend(self._targets)
         self._last_look = time.perf_counter()
 
@@ -180,7 +167,7 @@ class Hub:
                 self._next_host = self._take()
             if self._next_host is None:
                 return
-            self._see_fed(self._next_host)
+            self._sight.fed(self._next_host, *self._feed.made_s)
             worker = self._idle.popleft()
             worker.send(TargetTask(self._next_host, self._free.popleft()))
             self._next_host = None
@@ -297,7 +284,7 @@ class Hub:
     def _react(self, worker: Worker, reply: Reply) -> Iterator[StepReport]:
         payload = reply.payload
         if reply.memory is not None:
-            self._see_memory(worker, *reply.memory)
+            self._sight.memory(worker.name, *reply.memory)
         if isinstance(payload, Ready):
             worker.ready = True
             return
@@ -310,9 +297,13 @@ class Hub:
             self._suspect = self._suspect or (fault, time.monotonic() + PEER_PATIENCE_S)
             return
         task = worker.outstanding.popleft()
+        if isinstance(payload, Probed):
+            self._sight.probe(payload)
+            return
         waits = self._waits["target" if isinstance(payload, FeaturesReady) else "drafter"]
         waits.busy += reply.busy_s
-        self._see_work(worker, task, reply)
+        self._sight.work(worker.name, task, reply)
+        self._sight.queues(reply.ended_s, len(self._feed.waiting), len(self._unlearnt()), len(self._free))
         if isinstance(payload, FeaturesReady):
             self._idle.append(worker)
             planned = task.host.planned
@@ -337,54 +328,14 @@ class Hub:
         else:
             raise StageError(f"stage {worker.name} answered {describe(task)} with {type(payload).__name__}")
 
-    def _see_fed(self, host: HostBatch) -> None:
-        index, samples = host.planned.index, len(host.lengths)
-        self._witness.span("feed", "host batches", f"batch {index}", *self._feed.made_s, samples=samples)
-
-    def _see_work(self, worker: Worker, task: Any, reply: Reply) -> None:
-        """A worker's span, and how much waits before and behind it."""
-        started_s, ended_s = reply.ended_s - reply.busy_s, reply.ended_s
-        if isinstance(task, (TargetTask, DrafterTask, KeepTask)):
-            planned = task.host.planned
-            details = {"bucket": planned.bucket, "samples": len(planned.rows), "real_tokens": planned.real_tokens}
-            name = f"batch {planned.index}"
-            self._witness.span(
-                worker.name, "work", name, started_s, ended_s, buffer=task.buffer, window=planned.window, **details
-            )
-        else:
-            place = ("checkpoint", worker.name) if isinstance(task, SaveState) else (worker.name, "work")
-            self._witness.span(*place, describe(task), started_s, ended_s)
-        items = {"host_batches": len(self._feed.waiting), "features": len(self._unlearnt())}
-        self._witness.counter("queues", "items", ended_s, **items, free_buffers=len(self._free))
-
-    def _see_memory(self, worker: Worker, resident: int, allocated: int) -> None:
-        name = worker.name.partition(" (")[0].replace(" ", "_")
-        self._memory[f"memory_peak/{name}_bytes"] = resident
-        if allocated:
-            self._memory[f"memory_peak/{name}_gpu_bytes"] = allocated
-
     def _unlearnt(self) -> list[DrafterTask]:
         """Features that wait: computed and held back, or sent to a drafter that is at something else."""
         sent = (task for worker in self._drafters for task in list(worker.outstanding)[1:])
         return [*self._computed.values(), *(task for task in sent if isinstance(task, DrafterTask))]
 
-    def _see_depths(self) -> None:
-        hosts, features, free = self._feed.waiting, self._unlearnt(), len(self._free)
-        for name, size in self._memory.items():
-            self._witness.gauge(name, size)
-        tokens = sum(task.host.planned.real_tokens for task in features)
-        host_bytes = sum(host.ids.nbytes + host.loss_mask.nbytes + host.anchors.nbytes for host in hosts)
-        for queue, items, size in (
-            ("host_batches", len(hosts), host_bytes),
-            ("features", len(features), tokens * self._token_bytes),
-            ("free_buffers", free, free * self._buffer_bytes),
-        ):
-            self._witness.gauge(f"queue/{queue}_items", items)
-            self._witness.gauge(f"queue/{queue}_bytes", size)
-
     def _with_waits(self, report: StepReport) -> StepReport:
         self._account()
-        self._see_depths()
+        self._sight.depths(self._feed.waiting, self._unlearnt(), len(self._free))
         waits_s = {
             f"{stage}/{state}": getattr(waits, state)
             for stage, waits in self._waits.items()

@@ -44,6 +44,27 @@ class TargetTask:
 
 
 @dataclass(frozen=True, slots=True)
+class ProbeTask:
+    """For a target worker, before all others: run the largest planned batch, so that what does not fit shows now."""
+
+    host: HostBatch
+    buffer: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Probed:
+    """From a target worker: the largest batch fits.
+
+    Attributes:
+        error: relative RMS error of its features after transport.
+        peak_bytes: of the CUDA allocator; 0 on CPUs.
+    """
+
+    error: float
+    peak_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class FeaturesReady:
     """From a target worker: the buffer holds the features of its task."""
 
@@ -195,6 +216,8 @@ def describe(message: Any) -> str:
         kind = "batch" if planned.epoch >= 0 else "validation batch"
         where = f" of epoch {planned.epoch}" if planned.epoch >= 0 else ""
         return f"{kind} {planned.index}{where} (samples {', '.join(map(str, rows))}{more})"
+    if isinstance(message, ProbeTask):
+        return f"the memory probe, {describe(TargetTask(message.host, message.buffer))}"
     if isinstance(message, CloseWindow):
         return f"optimizer step {message.order.step}"
     if isinstance(message, SaveState):

@@ -1,11 +1,11 @@
-"""Prefetch: makes items ahead on one thread, bounded in number, closable, and wakes a waiter through a pipe."""
+"""Prefetch: makes items ahead on one thread, bounded in number and bytes; closable; wakes a waiter through a pipe."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing import Pipe
 from typing import Generic, Literal, TypeVar
 
@@ -21,10 +21,19 @@ class Prefetcher(Generic[Item]):
     Args:
         items: what to run; made use of on the thread only.
         ahead: items that may wait.
+        ahead_bytes: bytes that may wait, beyond which no further item is made; one item may be larger.
+        size_of: bytes of an item.
     """
 
-    def __init__(self, items: Iterator[Item], ahead: int) -> None:
-        self._items, self._ahead = items, ahead
+    def __init__(
+        self,
+        items: Iterator[Item],
+        ahead: int,
+        ahead_bytes: int | None = None,
+        size_of: Callable[[Item], int] = lambda item: 0,
+    ) -> None:
+        self._items, self._ahead, self._ahead_bytes, self._size_of = items, ahead, ahead_bytes, size_of
+        self._waiting_bytes = 0
         self._queue: deque[tuple[Item, float, float]] = deque()
         self._spent = {"busy": 0.0, "blocked": 0.0}
         self._state: Literal["busy", "blocked"] = "busy"
@@ -47,6 +56,7 @@ class Prefetcher(Generic[Item]):
             if self._queue:
                 item, *made = self._queue.popleft()
                 self.made_s = (made[0], made[1])
+                self._waiting_bytes -= self._size_of(item)
                 self._changed.notify()
                 return item
             if self._fault is not None:
@@ -89,6 +99,11 @@ class Prefetcher(Generic[Item]):
         self._spent[self._state] += now - self._since
         self._state, self._since = state, now
 
+    def _full(self, size: int) -> bool:
+        if self._ahead_bytes is not None and self._queue and self._waiting_bytes + size > self._ahead_bytes:
+            return True
+        return len(self._queue) >= self._ahead
+
     def _run(self) -> None:
         try:
             began_s = time.time()
@@ -96,11 +111,12 @@ class Prefetcher(Generic[Item]):
                 ended_s = time.time()
                 with self._changed:
                     self._turn("blocked")
-                    while len(self._queue) >= self._ahead and not self._closed:
+                    while self._full(self._size_of(item)) and not self._closed:
                         self._changed.wait()
                     if self._closed:
                         return
                     self._queue.append((item, began_s, ended_s))
+                    self._waiting_bytes += self._size_of(item)
                     self._turn("busy")
                 self._bell.send_bytes(b"1")
                 began_s = time.time()

@@ -27,6 +27,10 @@ class Witness(Protocol):
         """A value of the metric catalogue that is read rather than counted."""
         ...
 
+    def note(self, text: str) -> None:
+        """Something that the user should know."""
+        ...
+
 
 class Unobserved:
     """A witness that forgets everything."""
@@ -40,6 +44,9 @@ class Unobserved:
     def gauge(self, name: str, value: float) -> None:
         """Nothing."""
 
+    def note(self, text: str) -> None:
+        """Nothing."""
+
 
 class Elsewhere(Unobserved):
     """Stands where the observer does on a machine whose run is observed from another one."""
@@ -48,9 +55,6 @@ class Elsewhere(Unobserved):
         """Nothing."""
 
     def event(self, kind: str, **fields: Any) -> None:
-        """Nothing."""
-
-    def note(self, text: str) -> None:
         """Nothing."""
 
     def newest(self, name: str) -> tuple[int, float] | None:
