@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.drafter.attention import BACKENDS, flex, split
+from paceline.drafter.attention import BACKENDS, flex, rows_attention, split
 from paceline.drafter.attention.dense import visible
 from paceline.drafter.attention.layout import Layout
 from paceline.errors import DrafterError
@@ -102,6 +102,21 @@ def test_split_equals_dense_on_random_layouts(monkeypatch):
             tensors = inputs(layout, trial)
             reference = BACKENDS["dense"](*tensors, layout, window, causal)
             torch.testing.assert_close(BACKENDS["split"](*tensors, layout, window, causal), reference)
+
+
+@pytest.mark.parametrize("anchors", [[9], [12], [0], [12, 3, 7, 0]])
+@pytest.mark.parametrize("window", [None, 1, 3, 6, 100])
+@pytest.mark.parametrize("causal", [False, True])
+def test_rows_equal_dense(anchors, window, causal):
+    """One block a sequence, each with room for 12 tokens; what lies at and after the anchor is not looked at."""
+    layout = layout_of(([12] * len(anchors), anchors, [1] * len(anchors), 4))
+    with torch.no_grad():
+        tensors = [tensor.detach() for tensor in inputs(layout, seed=3)]
+        reference = BACKENDS["dense"](*tensors, layout, window, causal)
+        for row, anchor in enumerate(anchors):
+            for tensor in tensors[1:3]:
+                tensor[:, row * 12 + anchor : row * 12 + 12] = 1e6
+        torch.testing.assert_close(rows_attention(*tensors, layout, window, causal), reference)
 
 
 def test_bad_layouts_are_refused():

@@ -48,6 +48,9 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., size] → [..., size], same type."""
+        if not torch.is_grad_enabled():
+            kind = wide(x.dtype)
+            return F.rms_norm(x.to(kind), x.shape[-1:], self.weight.to(kind), self.epsilon).to(x.dtype)
         output = _RMSNorm.apply(x, self.weight, self.epsilon)
         assert isinstance(output, Tensor)
         return output
@@ -92,6 +95,8 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., size] → [..., size]."""
+        if not torch.is_grad_enabled():
+            return self.down_proj(F.silu(self.gate_proj(x)).mul_(self.up_proj(x)))
         inner = _SwiGLU.apply(self.gate_proj(x), self.up_proj(x))
         assert isinstance(inner, Tensor)
         return self.down_proj(inner)
@@ -137,6 +142,8 @@ def rotate(x: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
         x: [..., E].
         table: cos and sin, broadcastable to [..., E / 2].
     """
+    if not torch.is_grad_enabled():
+        return _rotated(x, *table, 1.0)
     output = _Rotation.apply(x, *table)
     assert isinstance(output, Tensor)
     return output

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from paceline.drafter.attention import BACKENDS, Attention
+from paceline.drafter.attention import BACKENDS, Attention, rows_attention
 from paceline.drafter.attention.layout import Layout
 from paceline.drafter.cache import ContextCache
 from paceline.drafter.layers import GatedMLP, Linear, RMSNorm, rotary_table, rotate
@@ -99,7 +99,7 @@ class Drafter(nn.Module):
 
     Args:
         spec: the architecture.
-        attention: backend name; "auto" is flex on CUDA and split elsewhere.
+        attention: backend name; "auto" is flex on CUDA and split elsewhere, and in decoding the one made for it.
         seed: of the new weights (normal with the spec's deviation; norms are 1).
     """
 
@@ -152,7 +152,7 @@ class Drafter(nn.Module):
         context = self.context(features)
         table = self._table(layout.tensor(layout.context_positions), features.dtype)
         contexts = (layer.self_attn.keys_values(context, table) for layer in self.draft_layers())
-        return self._blocks(block_embeddings, contexts, layout)
+        return self._blocks(block_embeddings, contexts, layout, self._backend(block_embeddings.device))
 
     def new_cache(self) -> ContextCache:
         """An empty context cache for one sequence."""
@@ -222,7 +222,8 @@ class Drafter(nn.Module):
             block_embeddings.shape[1],
             block_embeddings.device,
         )
-        return self._blocks(block_embeddings, contexts, layout)
+        attend = rows_attention if self.attention == "auto" else self._backend(block_embeddings.device)
+        return self._blocks(block_embeddings, contexts, layout, attend)
 
     def context(self, features: Tensor) -> Tensor:
         """Context vectors [S, D] of features [S, N·H]."""
@@ -235,9 +236,10 @@ class Drafter(nn.Module):
     def _table(self, positions: Tensor, dtype: torch.dtype) -> Table:
         return rotary_table(positions, self.spec.head_dim, self.spec.rope_theta, dtype)
 
-    def _blocks(self, x: Tensor, contexts: Iterable[tuple[Tensor, Tensor]], layout: Layout) -> Tensor:
+    def _blocks(
+        self, x: Tensor, contexts: Iterable[tuple[Tensor, Tensor]], layout: Layout, attend: Attention
+    ) -> Tensor:
         table = self._table(layout.slot_positions, x.dtype)
-        attend = self._backend(x.device)
         for index, (layer, context) in enumerate(zip(self.draft_layers(), contexts, strict=True)):
             x = layer(x, context, table, layout, self.spec.window(index), self.spec.causal[index], attend)
         return self.norm(x)

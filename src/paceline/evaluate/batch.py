@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from paceline.evaluate.choice import Choice, Greedy
-from paceline.evaluate.decode import Answer, Decoded, Pass, num_drafts, prompt_tensor
+from paceline.evaluate.decode import Answer, Decoded, Pass, inference, num_drafts, prompt_tensor
 from paceline.evaluate.fit import check_pair
 from paceline.target.session import TargetSession
 from paceline.target.sessions import BatchSession
@@ -89,6 +89,7 @@ class _Row:
         return Decoded(self.answer.ids, self.answer.finish, self.passes, self.seconds, self.prompt_seconds)
 
 
+@inference
 def batch_decode(
     target: Target,
     network: Drafter,

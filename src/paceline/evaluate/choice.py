@@ -40,10 +40,9 @@ class Greedy:
 
     def judge(self, drafts: Tensor, chances: Tensor | None, logits: Tensor) -> tuple[int, int]:
         """Leading drafts that equal the target's choices, and its choice after them."""
-        best = logits.argmax(dim=-1)
-        agree = (best[:-1] == drafts).long().cumprod(0)
-        accepted = int(agree.sum())
-        return accepted, int(best[accepted])
+        best, proposed = logits.argmax(dim=-1).tolist(), drafts.tolist()
+        accepted = next((at for at, token in enumerate(proposed) if token != best[at]), len(proposed))
+        return accepted, best[accepted]
 
 
 class Sampled:

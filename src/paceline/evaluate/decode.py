@@ -8,10 +8,11 @@ Shape letters: K slots of a block, M drafts of a block, H hidden size, V vocabul
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
     from paceline.drafter.network import Drafter
     from paceline.drafter.spec import DrafterSpec
     from paceline.target.frozen import Target
+
+Arguments = ParamSpec("Arguments")
+Returned = TypeVar("Returned")
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +114,22 @@ class Answer:
         return counted
 
 
+def inference(
+    decode: Callable[Concatenate[Target, Arguments], Returned],
+) -> Callable[Concatenate[Target, Arguments], Returned]:
+    """Runs a decode function in torch's inference mode."""
+
+    @functools.wraps(decode)
+    def run(target: Target, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Returned:
+        # Made before and kept by the target: training may use it later, which it could not if made inside.
+        _ = target.embedding
+        with torch.inference_mode():
+            return decode(target, *args, **kwargs)
+
+    return run
+
+
+@inference
 def speculative_decode(
     target: Target,
     network: Drafter,
@@ -205,6 +225,7 @@ def greedy_decode(
     return plain_decode(target, prompt_ids, max_new_tokens=max_new_tokens, stop_ids=stop_ids, choice=Greedy())
 
 
+@torch.inference_mode()
 def plain_decode(
     target: Target,
     prompt_ids: Sequence[int],

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from paceline.evaluate.choice import Choice, Greedy
-from paceline.evaluate.decode import Answer, Decoded, Pass, draft_logits, prompt_tensor
+from paceline.evaluate.decode import Answer, Decoded, Pass, draft_logits, inference, prompt_tensor
 from paceline.evaluate.fit import check_pair
 from paceline.evaluate.tree import DraftTree, build_tree
 from paceline.target.session import TargetSession
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from paceline.target.frozen import Target
 
 
+@inference
 def tree_decode(
     target: Target,
     network: Drafter,
