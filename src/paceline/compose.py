@@ -326,14 +326,14 @@ def feature_pool(run: Composition, validation: Sequence[HostBatch]) -> BufferPoo
         taps=len(run.taps),
     )
     if flow.pool_bytes is None:
-        return of_one(flow.pool_buffers)
+        return of_one(flow.num_buffers)
     size = of_one(1).num_bytes
     if flow.pool_bytes < 2 * size:
         raise ConfigError(
             f"flow.pool_bytes: {flow.pool_bytes} hold no 2 buffers of {size} bytes, the features of the plan's largest "
             f"micro-batch ({most_tokens} tokens); raise it, lower plan.token_budget, or set flow.transport"
         )
-    return of_one(min(flow.pool_buffers, flow.pool_bytes // size))
+    return of_one(min(flow.num_buffers, flow.pool_bytes // size))
 
 
 def check_support(settings: Settings, place: Place = ALONE.place) -> None:

@@ -84,9 +84,9 @@ class FlowConfig(Section):
     """Host batches collated ahead of each target worker."""
     prefetch_bytes: int = Field(default=2**30, ge=1)
     """Bytes of host batches collated ahead in all, at most; one batch is always made ahead."""
-    pool_buffers: int = Field(default=4, ge=2)
+    pool_buffers: int | None = Field(default=None, ge=2)
     """Feature buffers that cross from targets to drafters, each of the size of the plan's largest micro-batch; the only
-    backpressure there."""
+    backpressure there. Unset: one a target worker, two a drafter rank and one more."""
     pool_bytes: int | None = Field(default=None, ge=1)
     """Bytes of all feature buffers at most; fewer are made where `pool_buffers` would take more. Unset: no limit."""
     transport: Literal["exact", "bf16", "fp8"] = "exact"
@@ -94,6 +94,11 @@ class FlowConfig(Section):
     error is reported at the start."""
     stall_limit_s: float = Field(default=600.0, gt=0)
     """A stage that reports nothing for this long is named and the run is stopped."""
+
+    @property
+    def num_buffers(self) -> int:
+        """Feature buffers: as set, else enough for every target worker to work while every drafter rank has two."""
+        return self.pool_buffers or len(self.target_devices) + 2 * len(self.drafter_devices) + 1
 
     @field_validator("target_devices", mode="before")
     @classmethod
