@@ -180,7 +180,6 @@ def measure(
     devices = FlowConfig(target_devices=["cpu"] * targets, drafter_devices=["cpu"] * drafters, pool_buffers=buffers)
     size = load.accumulate * drafters
     orders = [StepOrder(w + 1, 0, w, range(w * size, (w + 1) * size), save=False) for w in range(windows)]
-    pool = BufferPool(devices.num_buffers, 1, 1, torch.float32)
     meeting = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if drafters > 1 else None
     workers = [Worker(f"target {n}", SleepingTarget, (load,)) for n in range(targets)]
     for rank in range(drafters):
@@ -342,6 +341,7 @@ def main() -> None:
     parser.add_argument("--target-us", type=float, default=40.0)
     parser.add_argument("--draft-us", type=float, default=60.0)
     parser.add_argument("--jitter", type=float, default=0.3)
+    parser.add_argument("--accumulate", type=int, default=4)
     parser.add_argument("--splits", default=SPLITS)
     parser.add_argument("--pool", action="store_true")
     parser.add_argument("--demo", type=int, default=0, metavar="N")
@@ -352,7 +352,8 @@ def main() -> None:
         show_pool()
     else:
         splits = [(int(a), int(b)) for a, b in (split.split(":") for split in arguments.splits.split(","))]
-        show_splits(Load(arguments.target_us, arguments.draft_us, arguments.jitter), splits, arguments.windows)
+        load = Load(arguments.target_us, arguments.draft_us, arguments.jitter, arguments.accumulate)
+        show_splits(load, splits, arguments.windows)
 
 
 if __name__ == "__main__":

@@ -72,7 +72,7 @@ def drafter_bytes(facts: TargetFacts, spec: DrafterSpec, settings: Settings, loa
 def pool_bytes(facts: TargetFacts, spec: DrafterSpec, settings: Settings, load: Load) -> int:
     """Bytes of the feature buffers, in shared memory."""
     columns = len(spec.taps) * facts.hidden_size + (facts.hidden_size if settings.objective.needs_teacher else 0)
-    return settings.flow.pool_buffers * load.tokens * columns * settings_bytes(settings.target.dtype)
+    return settings.flow.num_buffers * load.tokens * columns * settings_bytes(settings.target.dtype)
 
 
 def settings_bytes(dtype: str) -> int:

@@ -67,7 +67,7 @@ class Hub:
         num_buffers: buffers of the pool.
         feed: host batches in plan order, ahead on a thread.
         orders: the optimizer steps to take, in order.
-        delivery: ``ordered`` forwards in plan order, ``ready`` whatever of the open window is ready.
+        delivery: ``ordered`` forwards to every rank in plan order, ``ready`` whatever of the open window is ready.
         stall_limit_s: a worker without a sign of progress for this long is named and the run stopped.
         stop_requested: asked between windows; True ends the run after the open window, with a checkpoint.
         saves: says when the state is written. Before it is, the step's report has been taken in; the window after it
@@ -200,8 +200,7 @@ class Hub:
                     return
                 self._open = self._orders.popleft()
                 self._missing = [(self._open.epoch, index) for index in self._mine(self._open)]
-            candidates = self._missing[:1] if self._delivery == "ordered" else self._missing
-            key = next((key for key in candidates if key in self._computed), None)
+            key = next((key for key in self._candidates(self._open) if key in self._computed), None)
             if key is not None:
                 task = self._computed.pop(key)
                 self._missing.remove(key)
@@ -214,6 +213,15 @@ class Hub:
                 return
             if not self._missing:
                 self._close(self._open)
+
+    def _candidates(self, order: StepOrder) -> list[Key]:
+        """What may be forwarded next: anything of the window, or in plan order the next one of every rank."""
+        if self._delivery == "ready" or not order.step:
+            return self._missing if order.step else self._missing[:1]
+        first_of: dict[int, Key] = {}
+        for key in self._missing:
+            first_of.setdefault(order.rank_of(key[1], self._num_ranks), key)
+        return list(first_of.values())
 
     def _mine(self, order: StepOrder) -> list[int]:
         """Micro-batches of a window that this machine's ranks train."""
