@@ -186,6 +186,17 @@ def large_store(run_dir: Path) -> None:
     write_manifest(run_dir, tags=tags, set_aside=reasons, warnings=["w" * 5000] * 500)
 
 
+def test_many_evaluations_are_drawn_and_few_are_columns(make_run: MakeRun) -> None:
+    run_dir = make_run(steps=30)
+    evaluations = [{"step": step, "tau_micro": 1.0 + step / 100, "num_prompts": 4} for step in range(100)]
+    (run_dir / "evaluation.json").write_text(json.dumps({"evaluations": evaluations}))
+    assert [step for step, _ in decoded_tau(read_history(run_dir))] == list(range(100))
+    text = page_of(run_dir)
+    columns = re.search(r"<thead>(?:(?!</thead>).)*>step 0<.*?</thead>", text)
+    assert columns is not None and re.findall(r"step (\d+)", columns.group(0)) == ["0", *map(str, range(93, 100))]
+    assert "The first and the newest 7 of 100 evaluations." in text
+
+
 @pytest.mark.parametrize("make_large", [long_run, many_events, large_evaluations, large_store])
 def test_a_report_stays_small_whatever_the_files_hold(make_run: MakeRun, make_large: Callable[[Path], None]) -> None:
     run_dir = make_run(steps=30)

@@ -90,6 +90,16 @@ def test_a_flat_loss_at_the_end_is_no_warning(tmp_path: Path) -> None:
     assert not {"learns-nothing", "loss-rising"} & set(warnings_of(run_dir))
 
 
+@pytest.mark.parametrize(("accuracy", "warned"), [(0.6, False), (0.001, True)])
+def test_a_run_that_begins_with_learnt_weights_may_stay_where_it_is(
+    tmp_path: Path, accuracy: float, warned: bool
+) -> None:
+    run_dir = run_of(tmp_path, lambda step: 2.0, lambda step: accuracy)
+    assert "learns-nothing" in warnings_of(run_dir)
+    (run_dir / "settings.yaml").write_text("drafter: {init: other}\n")
+    assert ("learns-nothing" in warnings_of(run_dir)) == warned
+
+
 def test_warm_up_is_waited_for(tmp_path: Path) -> None:
     run_dir = run_of(tmp_path, lambda step: 8.0, lambda step: 0.001, steps=240)
     (run_dir / "settings.yaml").write_text("optimizer: {warmup: 0.9}\n")

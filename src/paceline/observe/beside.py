@@ -16,8 +16,8 @@ import yaml
 from paceline.config import Settings
 from paceline.config.section import Section
 
-MAX_EVALUATIONS = 12
-"""Evaluations shown, the newest ones and the first."""
+MAX_EVALUATIONS = 500
+"""Evaluations read, the newest ones and the first."""
 MOST = 2**53
 """Integers beyond this are no counts of anything that a run holds."""
 

@@ -10,6 +10,8 @@ from paceline.observe.history import History
 from paceline.observe.learning import AGREEMENT, agrees
 from paceline.observe.page import Html, element, joined, table
 
+MAX_COLUMNS = 8
+"""Evaluations in the table."""
 MAX_PROMPTS = 30
 """Prompts whose passes are shown."""
 MAX_ANSWERS = 12
@@ -41,23 +43,25 @@ def decoding(run: History) -> Html:
     """Figures by step, τ by tag and context length, and the passes of the first prompts."""
     if not run.evaluations:
         return Html("")
-    columns = ("", *(f"step {entry.get('step', '?')}" for entry in run.evaluations))
+    shown, more = run.evaluations, None
+    if len(shown) > MAX_COLUMNS:
+        shown = [shown[0], *shown[1 - MAX_COLUMNS :]]
+        more = f"The first and the newest {MAX_COLUMNS - 1} of {len(run.evaluations)} evaluations."
+    columns = ("", *(f"step {entry['step']}" for entry in shown))
     rows = [
-        (text, *(_cell(entry.get(name)) for entry in run.evaluations))
+        (text, *(_cell(entry.get(name)) for entry in shown))
         for name, text in _FIGURES
-        if any(entry.get(name) is not None for entry in run.evaluations)
+        if any(entry.get(name) is not None for entry in shown)
     ]
-    if any(isinstance(entry.get("lossless"), dict) for entry in run.evaluations):
-        rows.append(("answers equal to the target's own", *(_lossless(entry) for entry in run.evaluations)))
-    if any(agrees(entry) is not None for entry in run.evaluations):
+    if any(isinstance(entry.get("lossless"), dict) for entry in shown):
+        rows.append(("answers equal to the target's own", *(_lossless(entry) for entry in shown)))
+    if any(agrees(entry) is not None for entry in shown):
         words = {True: "yes", False: "no", None: "not measured"}
-        rows.append(
-            (f"training and decoding within {AGREEMENT * 100:.0f} %", *(words[agrees(e)] for e in run.evaluations))
-        )
+        rows.append((f"training and decoding within {AGREEMENT * 100:.0f} %", *(words[agrees(e)] for e in shown)))
     newest = run.evaluations[-1]
     return joined(
         (
-            table(columns, rows),
+            table(columns, rows, more),
             _groups(newest, "by_tag", "τ by tag"),
             _groups(newest, "by_context", "τ by context length in tokens"),
             _answers(newest),

@@ -52,7 +52,8 @@ def learns_nothing(run: History) -> list[Finding]:
     trend = trend_of(run.steps[half], loss[half], part=1.0)
     # A fall of less than a hundredth over half a run, seen with some certainty.
     stands = trend is not None and (-trend.slope - trend.error) * trend.steps < 0.01 * abs(now)
-    if from_start and now > 0.98 * first:
+    # A run that begins with learnt weights may well stay where it is.
+    if from_start and now > 0.98 * first and (accuracy < CHANCE or not setting(run, "drafter", "init")):
         where = f"loss {first:.2f} in the first steps, {now:.2f} now (step {run.steps[-1]})"
     elif stands and accuracy < CHANCE and run.steps[-1] >= max(100.0, 2 * warm_steps):
         where = f"the loss stays at {now:.2f} up to step {run.steps[-1]}"
