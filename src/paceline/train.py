@@ -375,6 +375,9 @@ def _log_failure(run: Composition, fault: PacelineError, observer: Observer | El
     notes = getattr(fault, "__notes__", [])
     if notes:
         name = "failure.log" if run.machines.first else f"failure-machine-{run.machines.place.number}.log"
-        run.run_dir.mkdir(parents=True, exist_ok=True)
-        (run.run_dir / name).write_text("\n".join([*fault.faults, *notes]) + "\n", encoding="utf-8")
+        try:
+            run.run_dir.mkdir(parents=True, exist_ok=True)
+            (run.run_dir / name).write_text("\n".join([*fault.faults, *notes]) + "\n", encoding="utf-8")
+        except OSError as unwritten:
+            observer.warn(f"{run.run_dir / name}: traceback not written ({unwritten.strerror})")
     observer.event("failure", fault=str(fault))

@@ -138,7 +138,8 @@ def _reason(fault: BaseException) -> str:
         if isinstance(cause, OSError) and cause.strerror:
             return cause.strerror
         cause = cause.__cause__ or cause.__context__
-    return str(fault).splitlines()[0] if str(fault) else type(fault).__name__
+    line = str(fault).splitlines()[0] if str(fault) else type(fault).__name__
+    return re.sub(r"^Error while (de)?serializing: (I/O error: )?", "", line)
 
 
 def _room(run_dir: Path) -> str:
