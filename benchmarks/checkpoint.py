@@ -25,6 +25,7 @@ import torch
 from paceline.checkpoint import store
 from paceline.checkpoint.writer import CheckpointWriter
 from paceline.config import CheckpointConfig
+from paceline.drafter.snapshot import snapshot
 
 
 def learner_state(mib: int) -> dict:
@@ -32,13 +33,6 @@ def learner_state(mib: int) -> dict:
     weights = {f"w{i}": torch.randn(mib * 2**20 // 4 // 8 // 256, 256) for i in range(8)}
     moments = {i: {"exp_avg": tensor * 0.1, "exp_avg_sq": tensor**2} for i, tensor in enumerate(weights.values())}
     return {"network": weights, "optimizer": {"adamw": {"state": moments}}}
-
-
-def copied(value: object) -> object:
-    """As `Learner.state_dict` copies."""
-    if isinstance(value, torch.Tensor):
-        return value.to("cpu", copy=True)
-    return {key: copied(inner) for key, inner in value.items()} if isinstance(value, dict) else value
 
 
 def seconds(work: Callable[[], object]) -> float:
@@ -62,8 +56,8 @@ def measure(folder: Path, state: dict, repeats: int) -> list[float]:
     for step in range(1, 2 * repeats, 2):
         blocking = seconds(functools.partial(store.write_checkpoint, folder, step, state, keep_last=1))
         alone = seconds(training)
-        snapshot = seconds(lambda at=step + 1: writer.put(at, copied(state)))
-        rows.append((blocking, snapshot, alone, seconds(training)))
+        stall = seconds(lambda at=step + 1: writer.put(at, snapshot(state, writer.spare())))
+        rows.append((blocking, stall, alone, seconds(training)))
         writer.wait()
     return [statistics.median(column) for column in zip(*rows, strict=True)]
 
@@ -79,11 +73,11 @@ def main() -> int:
     for mib in arguments.mib:
         folder = Path(tempfile.mkdtemp(dir=arguments.folder))
         try:
-            blocking, snapshot, alone, beside = measure(folder, learner_state(mib), arguments.repeats)
+            blocking, stall, alone, beside = measure(folder, learner_state(mib), arguments.repeats)
         finally:
             shutil.rmtree(folder)
         print(
-            f"{mib:6d} MiB {1e3 * blocking:7.0f} ms {1e3 * snapshot:7.0f} ms {snapshot / blocking:7.1%} "
+            f"{mib:6d} MiB {1e3 * blocking:7.0f} ms {1e3 * stall:7.0f} ms {stall / blocking:7.1%} "
             f"{1e3 * alone:8.1f} ms {1e3 * beside:12.1f} ms",
             flush=True,
         )

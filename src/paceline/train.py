@@ -293,7 +293,7 @@ def _inline(
 
 
 def _take(writer: CheckpointWriter, step: int, learner: Learner, note: Mapping[str, Any]) -> None:
-    writer.put(step, learner.state_dict(), note)
+    writer.put(step, learner.state_dict(writer.spare()), note)
 
 
 class _Stopwatch:

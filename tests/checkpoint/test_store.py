@@ -161,7 +161,11 @@ def test_what_a_kill_left_is_cleared(tmp_path: Path) -> None:
     whole = store.checkpoint_path(tmp_path, 5)
     for name in ("step-00000009.part", "step-00000001.old", "step-00000007.damaged"):
         whole.with_name(name).mkdir()
+    kept = store.export_path(tmp_path, 5)
+    for path in (kept, kept.with_name(".step-00000009.writing-17")):
+        path.mkdir(parents=True)
     store.clear_unfinished(tmp_path)
+    assert [path.name for path in kept.parent.iterdir()] == ["step-00000005"]
     assert sorted(path.name for path in whole.parent.iterdir()) == ["step-00000005", "step-00000007.damaged"]
 
 

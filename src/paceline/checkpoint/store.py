@@ -193,6 +193,8 @@ def clear_unfinished(run_dir: Path) -> None:
     for path in folder.glob(f"{PREFIX}*") if folder.is_dir() else ():
         if path.name.endswith((ASIDE, PRUNED)):
             shutil.rmtree(path, ignore_errors=True)
+    for path in (run_dir / EXPORTS).glob(f".{PREFIX}*") if (run_dir / EXPORTS).is_dir() else ():
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def resume_point(run_dir: Path) -> tuple[int, tuple[str, ...]]:

@@ -40,6 +40,17 @@ class CheckpointWriter:
         self._thread: threading.Thread | None = None
         self._fault: Exception | None = None
         self._newest: int | None = None
+        self._spare: dict[str, Any] | None = None
+
+    def spare(self) -> dict[str, Any] | None:
+        """The state that was put last, for its memory to be used again; waits until it is written.
+
+        Raises:
+            PacelineError: it could not be written.
+        """
+        self.wait()
+        spare, self._spare = self._spare, None
+        return spare
 
     def put(self, step: int, state: Mapping[str, Any], note: Mapping[str, Any] | None = None) -> None:
         """Begin to write; waits only where the write before is not done. A step that was put before is left alone.
@@ -57,7 +68,7 @@ class CheckpointWriter:
             return
         if self._newest is None:
             store.clear_unfinished(self._run_dir)
-        self._newest = step
+        self._newest, self._spare = step, dict(state)
         arguments = (step, state, {**self._note, **(note or {})})
         self._thread = threading.Thread(target=self._write, args=arguments, name="paceline checkpoint", daemon=True)
         self._thread.start()

@@ -36,6 +36,7 @@ from paceline.drafter.optimizer import MasterOptimizer
 from paceline.drafter.portions import portions
 from paceline.drafter.ranks import add_counters, add_gradients
 from paceline.drafter.schedule import Schedule, ramp
+from paceline.drafter.snapshot import snapshot
 from paceline.drafter.spec import DrafterSpec
 from paceline.drafter.tally import WindowTally, bucket_totals, ratios_of, sample_losses
 from paceline.errors import DrafterError
@@ -223,14 +224,19 @@ class Learner:
         self.optimizer.clear()
         self.steps_done += 1
 
-    def state_dict(self) -> dict[str, Any]:
-        """Everything that a resumed run needs between two windows: tensors and plain values, copied to the host."""
-        return {
-            "network": _on_host(self.network.state_dict()),
-            "optimizer": _on_host(self.optimizer.state_dict()),
+    def state_dict(self, into: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Everything that a resumed run needs between two windows: tensors and plain values, copied to the host.
+
+        Args:
+            into: an earlier state that nobody needs any more; its memory is used again.
+        """
+        state = {
+            "network": self.network.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
             "steps_done": self.steps_done,
             "skipped_in_row": self.skipped_in_row,
         }
+        return snapshot(state, into)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes on what `state_dict` gave; the next window trains exactly as if the run had never stopped."""
@@ -336,17 +342,6 @@ class Learner:
             f"step {step}: gradient not finite {self.skipped_in_row} steps in a row; last in batches {named}, samples "
             f"{samples[:20]}{' ...' if len(samples) > 20 else ''}; look at their features, or lower optimizer.lr"
         )
-
-
-def _on_host(value: Any) -> Any:
-    """The same containers and values, with copies of the tensors in the host's memory."""
-    if isinstance(value, Tensor):
-        return value.detach().to("cpu", copy=True)
-    if isinstance(value, Mapping):
-        return {key: _on_host(inner) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(_on_host(inner) for inner in value)
-    return value
 
 
 def _loss(sums: Mapping[str, np.ndarray]) -> Ratio:

@@ -35,6 +35,10 @@ def with_validation(report: StepReport, found: Mapping[str, Ratio]) -> StepRepor
 class Keep(Protocol):
     """Writes the learner's state in the background, one after another."""
 
+    def spare(self) -> dict[str, Any] | None:
+        """The state that was written last, whose memory may be used again; waits until it is written."""
+        ...
+
     def put(self, step: int, state: dict[str, Any], note: Mapping[str, Any]) -> None:
         """Begin to write the state after a step."""
         ...
@@ -105,7 +109,7 @@ class DrafterStage:
             self._step_ended = time.perf_counter()
             yield WindowClosed(report, self._agree(message))
         elif isinstance(message, SaveState):
-            self._keep.put(message.step, self._learner.state_dict(), message.note)
+            self._keep.put(message.step, self._learner.state_dict(self._keep.spare()), message.note)
             if message.last:
                 self._keep.wait()
             yield StateSaved(message.step)
