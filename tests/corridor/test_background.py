@@ -83,8 +83,28 @@ def test_what_training_reports_is_what_evaluate_measures(
             assert entry["values"].get(f"decode/slot_{rate['slot']}") == rate["conditional"]
     ours, theirs = weights(run_dir, 12), weights(run_dir_of(without), 12)
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs), "it changes nothing that is learned"
+    if mode == "inline":
+        check_card(run_dir, found[-1]["values"])
     losses = [[line["values"]["loss"] for line in lines_of(run_dir_of(run), "step")] for run in (settings, without)]
     assert losses[0] == losses[1]
+
+
+def check_card(run_dir: Path, values: dict[str, float]) -> None:
+    """The model card of the run's drafter holds what the run knows, the τ that was just measured among it."""
+    assert main(["export", str(run_dir), "--golden", "none"]) == 0
+    card = (run_dir / "export" / "zlab" / "README.md").read_text(encoding="utf-8")
+    facts = read_run_facts(run_dir)
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in card.splitlines() if line.startswith("|")]
+    known = {row[0]: row[1:] for row in rows}
+    assert known["fingerprint (configuration, weights, tokenizer)"] == [f"`{facts['target_fingerprint']}`"]
+    assert known["fingerprint"] == [f"`{facts['data_fingerprint']}`"]
+    assert known["optimizer steps"] == ["12 of 12"] and known["`optimizer.lr`"] == ["0.001"]
+    assert known["samples"] == ["80"] and int(known["supervised tokens"][0]) > 0
+    columns = known["step"]
+    assert known["12"][columns.index("τ micro")] == f"{values['decode/tau']:.3f}"
+    assert known["no-thinking"][0] == f"{values['decode/tau']:.3f}", "a tag of all prompts"
+    for command in ("python -m sglang.launch_server", "vllm serve", "dflash generate transformers"):
+        assert command in card
 
 
 def test_the_newest_checkpoint_is_measured_even_if_another_is_pruned_meanwhile(
@@ -158,8 +178,8 @@ def children_of(pid: int) -> list[int]:
     return found
 
 
-def newest_child(process: subprocess.Popen, log: Path, run_dir: Path) -> int:
-    """The verifier: the only process that reads a model with `nice` 10."""
+def verifier_of(process: subprocess.Popen, log: Path, run_dir: Path) -> int:
+    """The verifier: the only process that stands back with `nice` 10."""
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
         assert process.poll() is None, log.read_text()
@@ -174,9 +194,16 @@ def newest_child(process: subprocess.Popen, log: Path, run_dir: Path) -> int:
     raise AssertionError(log.read_text())
 
 
+def gone_within(pids: list[int], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while any(Path(f"/proc/{pid}").exists() for pid in pids):
+        assert time.monotonic() < deadline, "a process outlives the run"
+        time.sleep(0.05)
+
+
 def test_training_goes_on_without_a_verifier_that_was_killed(slow_run) -> None:
     process, run_dir, log = slow_run()
-    os.kill(newest_child(process, log, run_dir), signal.SIGKILL)
+    os.kill(verifier_of(process, log, run_dir), signal.SIGKILL)
     assert process.wait(200) == 0, log.read_text()
     shown = log.read_text()
     assert shown.count("the verifier was killed by SIGKILL; training goes on without real decoding") == 1
@@ -188,16 +215,23 @@ def test_training_goes_on_without_a_verifier_that_was_killed(slow_run) -> None:
 
 def test_the_end_waits_within_its_bound_and_leaves_no_process(slow_run) -> None:
     process, run_dir, log = slow_run(verifier_wait_s=0.5)
-    verifier = newest_child(process, log, run_dir)
+    verifier = verifier_of(process, log, run_dir)
     everyone = children_of(process.pid)
     assert verifier in everyone
     assert process.wait(200) == 0, log.read_text()
     assert re.search(r"not decoded within flow.verifier_wait_s = 0.5; make up for it", log.read_text())
     assert store.newest_step(run_dir) == 20
-    deadline = time.monotonic() + 10
-    while any(Path(f"/proc/{pid}").exists() for pid in everyone):
-        assert time.monotonic() < deadline, "a process outlives the run"
-        time.sleep(0.05)
+    gone_within(everyone, 10)
+
+
+def test_nothing_outlives_a_trainer_that_was_killed(slow_run) -> None:
+    process, run_dir, log = slow_run()
+    verifier = verifier_of(process, log, run_dir)
+    everyone = children_of(process.pid)
+    assert verifier in everyone
+    process.kill()
+    process.wait()
+    gone_within(everyone, 20)
 
 
 def test_a_verifier_that_cannot_start_costs_a_warning(make_run: MakeRun, tmp_path: Path) -> None:
