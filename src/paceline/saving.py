@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from paceline.checkpoint.retention import Best
 from paceline.checkpoint.rundir import versions
-from paceline.checkpoint.store import export_path
+from paceline.checkpoint.store import DECODED, export_path
 from paceline.checkpoint.writer import CheckpointWriter
 from paceline.config import Settings
 from paceline.contracts import TargetFacts
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from paceline.compose import Composition
     from paceline.flow.messages import StepOrder
 
-VALIDATION = "validation/"
+VALIDATION, DECODE = "validation/", "decode/"
 
 
 class Metrics(Protocol):
@@ -67,7 +67,7 @@ class Saving:
             return self._note
         self._metrics.event("checkpoint", step=step)
         orders, name = self._run.orders, self._run.settings.checkpoint.keep_best
-        found = self._metrics.newest(name) if name is not None else None
+        found = self._metrics.newest(name) if name is not None and not name.startswith(DECODE) else None
         self._note = {
             "epoch": orders[step - 1].epoch,
             "window": orders[step - 1].window,
@@ -111,7 +111,8 @@ class FolderExport:
             versions=versions(),
         )
 
-        def extras(aside: Path, stored: Mapping[str, Tensor]) -> None:
+        def with_card(aside: Path, stored: Mapping[str, Tensor]) -> None:
+            """The model card, beside the tensors."""
             card = render_card(
                 self.spec,
                 folder=str(folder),
@@ -126,7 +127,7 @@ class FolderExport:
 
         writer = write_zlab if kind == "zlab" else write_speculators
         try:
-            writer(folder, self.spec, network, self.facts, dtype, extras=extras)
+            writer(folder, self.spec, network, self.facts, dtype, extras=with_card)
         except OSError as fault:
             raise ExportError(
                 f"{folder}: drafter folder not written ({fault.strerror or fault}); the checkpoint of step {step} is "
@@ -166,6 +167,8 @@ def best_of(metric: str | None) -> Best | None:
             f"checkpoint.keep_best = {metric!r}: is measured after the checkpoint was written; for example "
             "validation/loss"
         )
+    if metric.startswith(DECODE) and metric not in DECODED:
+        raise ConfigError(f"checkpoint.keep_best = {metric!r}: of decoding, {' or '.join(DECODED)} can be used")
     if better == "":
         raise ConfigError(
             f"checkpoint.keep_best = {metric!r}: neither less nor more of it is better; for example validation/loss"
@@ -193,6 +196,11 @@ def check_saving(settings: Settings, spec: DrafterSpec, facts: TargetFacts, vali
         raise ConfigError(
             f"checkpoint.keep_best = {config.keep_best!r}: is never measured without held-out samples; give "
             "data.heldout or data.heldout_share, and evaluate.validation_samples above 0"
+        )
+    if config.keep_best in DECODED and settings.flow.verifier_device is None:
+        raise ConfigError(
+            f"checkpoint.keep_best = {config.keep_best!r}: is measured by the verifier alone; set flow.verifier_device, "
+            "or use validation/loss"
         )
     if config.export == "none":
         return

@@ -78,6 +78,7 @@ def test_a_metric_counts_for_the_first_checkpoint_after_it_was_measured() -> Non
     [
         ("validation/loss", Best("validation/loss", "lower")),
         ("tau", Best("tau", "higher")),
+        ("decode/tau", Best("decode/tau", "higher")),
         ("validation/acceptance/streak", Best("validation/acceptance/streak", "higher")),
         (None, None),
     ],
@@ -86,7 +87,7 @@ def test_the_catalogue_says_which_values_are_better(name: str | None, best: Best
     assert best_of(name) == best
 
 
-@pytest.mark.parametrize("name", ["progress/epoch", "validation/nothing", "nothing"])
+@pytest.mark.parametrize("name", ["progress/epoch", "validation/nothing", "nothing", "decode/seconds"])
 def test_a_metric_that_cannot_be_better_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=rf"checkpoint.keep_best = '{name}': "):
         best_of(name)

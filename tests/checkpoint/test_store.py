@@ -182,6 +182,17 @@ def test_the_best_and_every_so_manyth_stay(tmp_path: Path) -> None:
     assert store.steps(tmp_path) == [70]
 
 
+def test_the_best_by_decoding_is_known_after_it_was_written(tmp_path: Path) -> None:
+    best = Best("decode/tau", "higher")
+    for step, tau in ((10, 2.0), (20, 3.5), (30, 3.0), (40, None)):
+        store.write_checkpoint(tmp_path, step, state(step), keep_last=2, keep_best=best)
+        if tau is not None:
+            rundir.add_evaluation(tmp_path, step, {"tau_micro": tau, "tau_macro": 1.0})
+    assert store.steps(tmp_path) == [20, 30, 40]
+    store.write_checkpoint(tmp_path, 50, state(50), keep_last=2, keep_best=best)
+    assert store.steps(tmp_path) == [20, 40, 50]
+
+
 def test_an_export_goes_with_its_checkpoint(tmp_path: Path) -> None:
     for step in (10, 20):
         store.export_path(tmp_path, step).mkdir(parents=True)

@@ -28,6 +28,7 @@ from paceline.checkpoint.rundir import (
     CHECKPOINTS,
     EXPORTS,
     is_run_directory,
+    read_evaluations,
     read_run_facts,
     read_run_settings,
     versions,
@@ -40,6 +41,10 @@ PREFIX, ASIDE, PRUNED, DAMAGED = "step-", ".part", ".old", ".damaged"
 FORMAT = 1
 IDENTITY = ("drafter", "data_fingerprint", "total_steps", "replicas")
 """Facts of a run, beside its target, that its checkpoints carry too; one with others belongs to another run."""
+
+
+DECODED = {"decode/tau": "tau_micro", "decode/tau_macro": "tau_macro"}
+"""Metrics that are known after the checkpoint, from evaluation.json, and their names there."""
 
 
 def step_name(step: int) -> str:
@@ -75,7 +80,8 @@ def write_checkpoint(
         state: of the learner; its entry ``network`` holds the drafter's tensors by name.
         keep_last: newest checkpoints to keep.
         keep_every: those whose step is a multiple of this are kept too.
-        keep_best: the best by this metric, of those whose note has it under ``metrics``, is kept too.
+        keep_best: the best by this metric is kept too, of those whose note has it under ``metrics`` or that were
+            decoded with.
         note: plain values for ``checkpoint.json``.
 
     Returns:
@@ -152,7 +158,8 @@ def _room(run_dir: Path) -> str:
 def _prune(run_dir: Path, keep_last: int, keep_every: int | None, keep_best: Best | None) -> None:
     """Remove what need not be kept; renamed first, so that a kill in between leaves nothing that looks whole."""
     metric = keep_best.metric if keep_best is not None else None
-    candidates = [Candidate(step, _metric(run_dir, step, metric)) for step in steps(run_dir)]
+    decoded = _decoded(run_dir, metric)
+    candidates = [Candidate(step, decoded.get(step, _metric(run_dir, step, metric))) for step in steps(run_dir)]
     keep = kept(candidates, keep_last=keep_last, keep_every=keep_every, keep_best=keep_best)
     for step in sorted({candidate.step for candidate in candidates} - keep):
         path = checkpoint_path(run_dir, step)
@@ -161,6 +168,12 @@ def _prune(run_dir: Path, keep_last: int, keep_every: int | None, keep_best: Bes
         path.replace(old)
         shutil.rmtree(old, ignore_errors=True)
         shutil.rmtree(export_path(run_dir, step), ignore_errors=True)
+
+
+def _decoded(run_dir: Path, metric: str | None) -> dict[int, float]:
+    """What decoding held-out prompts with a checkpoint gave, by step; empty for other metrics."""
+    key = DECODED.get(metric or "")
+    return {entry["step"]: entry[key] for entry in read_evaluations(run_dir)} if key else {}
 
 
 def _metric(run_dir: Path, step: int, metric: str | None) -> float | None:
