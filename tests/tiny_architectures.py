@@ -19,7 +19,9 @@ LAYERS, HIDDEN, VOCAB = 4, 32, 97
 MAX_PARAMETERS = 30_000_000
 
 SMALL: dict[str, Any] = {
-    **dict.fromkeys(("vocab_size", "n_vocab", "padded_vocab_size", "vocab_size_per_layer_input"), VOCAB),
+    **dict.fromkeys(
+        ("vocab_size", "n_vocab", "padded_vocab_size", "unpadded_vocab_size", "vocab_size_per_layer_input"), VOCAB
+    ),
     **dict.fromkeys(
         ("hidden_size", "n_embd", "d_model", "dim", "embedding_size", "embed_dim", "word_embed_proj_dim"), HIDDEN
     ),
@@ -87,8 +89,33 @@ SMALL: dict[str, Any] = {
 }
 
 MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}}
+ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+INDEXER = {
+    "indexer_n_heads": 2,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 8,
+    "indexer_budget": 16,
+    "indexer_compress_ratio": 4,
+}
 OWN: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen2_5_omni_thinker", "paddleocr_vl"), MROPE),
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen2_5_omni_thinker", "paddleocr_vl", "hunyuan_vl"), MROPE),
+    **dict.fromkeys(("glm4v", "glm46v", "glm_ocr", "glmga"), MROPE),
+    "glm4v_moe": {"rope_parameters": {**ROPE, "mrope_section": [2, 1, 1], "partial_rotary_factor": 1.0}},
+    "ernie4_5_vl_moe": {"rope_parameters": {**ROPE, "mrope_section": [1, 1, 2]}},
+    "cohere_compass": {"rope_parameters": {"full_attention": ROPE, "sliding_attention": ROPE}},
+    "cohere_compass_text": {"rope_parameters": {"full_attention": ROPE, "sliding_attention": ROPE}},
+    "dbrx": {"attn_config": {"rope_theta": 10000.0, "kv_n_heads": 2, "clip_qkv": 8}},
+    "chameleon": {"vocabulary_map": {"<image>": 5}},
+    "deepseek_ocr2": {"mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]},
+    "dots3_note": {"head_dim": 16},
+    "qwen4_exp": INDEXER,
+    "qwen4_exp_text": INDEXER,
+    "xmod": {"default_language": "en_XX"},
+    "zamba": {"layers_block_type": ["linear_attention", "hybrid"] * 2},
+    "zamba2": {"layers_block_type": ["linear_attention", "hybrid"] * 2},
+    "zaya": {"num_experts_per_tok": 1},
+    "gemma3n_text": {"num_kv_shared_layers": 0},
+    "gemma4_assistant": {"hidden_size_per_layer_input": 0},
     "mamba2": {"num_heads": 8, "head_dim": 8},
     "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16},
     "granitemoehybrid": {"layer_types": ["mamba", "attention", "mamba", "attention"], "mamba_d_head": 16},
@@ -96,11 +123,30 @@ OWN: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "reformer": {"axial_pos_embds": False},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv", "full_attention"], "num_dense_layers": 1},
-    "cohere_compass_text": {"rope_parameters": None},
-    "glm5_next": {"num_key_value_heads": 4},
+    "glm5_next": {"num_key_value_heads": 4, "index_topk": 16, "qk_rope_head_dim": 0},
     "lfm2": {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
 }
 """Numbers that a family couples in its own way."""
+OUTER: dict[str, dict[str, Any]] = {
+    "apertus1p5": {"audio_config": {"codebook_dim": HIDDEN}},
+    "emu3": {
+        "architectures": ["Emu3ForConditionalGeneration"],
+        "vocabulary_map": {"<image>": 5, "<|extra_200|>": 6},
+    },
+    "mllama": {"architectures": ["MllamaForConditionalGeneration"]},
+    "dots3_note": {
+        "vision_config": {"per_layer_config": {}, "adapter_in_dim": HIDDEN, "adapter_out_dim": HIDDEN},
+        "audio_config": {"adapter_input_size": HIDDEN, "adapter_out_dim": HIDDEN},
+    },
+    "molmo2": {"adapter_config": {"vision_feature_layer": [3, 1], "text_hidden_size": HIDDEN}},
+    "muse_spark": {"audio_config": {"out_hidden_size": HIDDEN}, "vision_config": {"out_hidden_size": HIDDEN}},
+    "nemotron_h_omni": {"vision_config": {"video_temporal_patch_size": 2}},
+    "granite4_vision": {"deepstack_layer_map": [], "downsample_rate": "4/8", "vision_config": {"hidden_size": 64}},
+    "inkling2": {"vision_config": {"text_hidden_size": HIDDEN}},
+    "inkling2_loop": {"vision_config": {"text_hidden_size": HIDDEN}},
+    "granite_docling": {"vision_config": {"out_hidden_size": HIDDEN}},
+}
+"""The same outside the text part; mappings are changes to another part."""
 
 
 def model_types() -> list[str]:
@@ -147,6 +193,8 @@ def tiny_config(model_type: str, **more: Any) -> Any:
         Exception: whatever the family says about numbers that do not go together.
     """
     default = AutoConfig.for_model(model_type)
+    if default.is_encoder_decoder:
+        return default
     text = default.get_text_config(decoder=True)
     own = {**OWN.get(model_type, {}), **more}
     if text is default:
@@ -155,11 +203,12 @@ def tiny_config(model_type: str, **more: Any) -> Any:
     parts = {}
     for name, part in vars(default).items():
         if hasattr(part, "model_type") and name != key:
-            parts[name] = {**shrink_tower(part), "model_type": part.model_type}
+            more_of_it = OUTER.get(model_type, {}).get(name, {})
+            parts[name] = {**shrink_tower(part), **more_of_it, "model_type": part.model_type}
     small = {**shrink(text), **own, "model_type": text.model_type}
-    return AutoConfig.for_model(
-        model_type, **{key: small, **parts, **{k: v for k, v in shrink(default).items() if k.endswith("token_id")}}
-    )
+    outer = {name: value for name, value in OUTER.get(model_type, {}).items() if name not in parts}
+    tokens = {name: value for name, value in shrink(default).items() if name.endswith("token_id")}
+    return AutoConfig.for_model(model_type, **{key: small, **parts, **tokens, **outer})
 
 
 def shrink_tower(config: Any) -> dict[str, Any]:

@@ -38,6 +38,9 @@ FAST = [
     ),
 ]
 CAUSES = {
+    "hidden_size_per_layer_input must be 0": "a drafter itself: runs on the keys and values of another model only",
+    "(seen: model.language_model.layers (3))": "leaves its cross-attention layers out where there is no image",
+    "(seen: model.layers (": "its configuration counts two attention blocks a layer, so it has half as many layers",
     "requires the timm library": "its vision part needs a package that is not installed",
     "No module named": "needs a package that is not installed",
     "StrictDataclassClassValidationError": "its configuration couples numbers that the shrinking does not know",
@@ -45,10 +48,14 @@ CAUSES = {
     "is not a causal language model": "saves its text part under a type that transformers cannot load again",
     "no stack of": "its layers pass on several streams, or not the tokens' states, so there is nothing to tap",
     "put out": "its layers pass on several streams",
+    "Unrecognized configuration class": "transformers lists it among its models and cannot build it",
+    "shared_kv_states cannot be None": "a drafter itself: runs on the keys and values of another model only",
+    "its hidden states are": "a text diffusion model: what it puts out are no states of the tokens that it is given",
+    "either `pixel_values` or `image_embeds`": "reads no text without an image",
     "tensors are missing": "does not load again what it saved",
     "taps differ": "not causal: its tokens see later ones, which the tap guard refuses",
 }
-"""What is known of those that fail: part of the message → cause."""
+"""What is known of those that fail: part of the message → cause; the first that fits counts."""
 
 
 @dataclass
@@ -93,6 +100,8 @@ def judge(model_type: str, folder: Path) -> Verdict:
         ids[row, : len(document)] = torch.tensor(document)
     features, _ = target.tap_rows(ids, [len(document) for document in DOCUMENTS])
     expected = torch.cat([alone(target, document, taps) for document in DOCUMENTS])
+    if features.shape != expected.shape:
+        return Verdict("fail", f"its hidden states are {list(expected.shape)} for {features.shape[0]} tokens")
     error, scale = float((features - expected).abs().max()), max(1.0, float(expected.abs().max()))
     if not error <= 1e-5 * scale:
         return Verdict("fail", f"taps differ by {error:.2g}")
@@ -146,4 +155,4 @@ def test_all_architectures(tmp_path):
     counts = {word: sum(verdict.word == word for verdict in verdicts.values()) for word in ("pass", "fail", "skip")}
     print(counts, f"of {len(verdicts)}; layers {LAYERS}")
     print("without a known cause:", *unknown, sep="\n  ")
-    assert counts["pass"] >= 100
+    assert counts["pass"] >= 200 and not unknown

@@ -19,7 +19,7 @@ from paceline.target.adapter import adapted_names
 from paceline.target.facts import describe, read_config
 from paceline.target.folder import read_header, resolve_folder, weight_files
 from paceline.target.quantize import stored_quantization
-from paceline.target.structure import Structure, embed_scale
+from paceline.target.structure import Structure, embed_scale, head_of
 
 CHUNK = 8192
 """Vocabulary rows that are embedded at once."""
@@ -92,7 +92,7 @@ def load_embedding_and_head(
     whole = functools.partial(_load_whole, path, dtype, trust_remote_code, adapter)
     model = build_on_meta(config, trust_remote_code)
     layers = _resting_layers(model, describe(path, trust_remote_code).num_layers)
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    embedding, head = model.get_input_embeddings(), head_of(model)
     names = {id(parameter): name for name, parameter in model.named_parameters(remove_duplicate=False)}
     wanted = [names.get(id(embedding.weight)), names.get(id(getattr(head, "weight", None)))]
     stored = [_stored_name(files, name) for name in wanted if name is not None]
@@ -110,7 +110,10 @@ def load_embedding_and_head(
     if head is not None:
         head.weight = embedding.weight if tied else nn.Parameter(other.to(dtype), requires_grad=False)
     ids = torch.tensor([[1, 3, 2, 3]]) % embedding.weight.shape[0]
-    scale, note = embed_scale(model, embedding, layers[0], ids)
+    try:
+        scale, note = embed_scale(model, embedding, layers[0], ids)
+    except (RuntimeError, NotImplementedError):  # something before the first layer needs weights that are not there
+        return whole()
     structure = Structure(layers, "", embedding, head, scale, note)
     bias = getattr(head, "bias", None)
     if isinstance(bias, Tensor) and head is not None:

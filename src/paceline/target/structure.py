@@ -109,7 +109,16 @@ def find_structure(model: Any, num_layers: int) -> Structure:
     name, layers = min(fitting, key=lambda entry: entry[0].count("."))
     scale, note = embed_scale(model, embedding, layers[0], ids)
     explicit = _takes_plain_positions(model, layers[0], ids)
-    return Structure(layers, name, embedding, model.get_output_embeddings(), scale, note, explicit)
+    return Structure(layers, name, embedding, head_of(model), scale, note, explicit)
+
+
+def head_of(model: Any) -> Any:
+    """The module that makes logits: the model's own, else that of a language model inside it; None without one."""
+    for module in model.modules():
+        head = module.get_output_embeddings() if hasattr(module, "get_output_embeddings") else None
+        if head is not None:
+            return head
+    return None
 
 
 def _takes_plain_positions(model: nn.Module, first: nn.Module, ids: Tensor) -> bool:

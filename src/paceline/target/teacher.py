@@ -18,7 +18,7 @@ from paceline.errors import TargetError
 from paceline.target.facts import read_config
 from paceline.target.load import load_model
 from paceline.target.quantize import quantised
-from paceline.target.structure import Structure, hooked, main_output, run_plain
+from paceline.target.structure import Structure, head_of, hooked, main_output, run_plain
 
 
 class Teacher:
@@ -57,7 +57,7 @@ class Teacher:
     @torch.no_grad()
     def __call__(self, hidden: Tensor) -> Tensor:
         """Logits [M, V] of outputs of the last decoder layer [M, H]."""
-        head = next(self._model.get_output_embeddings().parameters())
+        head = next(head_of(self._model).parameters())
         self._states = hidden.to(head.device, head.dtype)[:, None]
         ids = torch.zeros((len(hidden), 1), dtype=torch.long, device=head.device)
         return run_plain(self._model, ids).logits.reshape(len(hidden), -1)
