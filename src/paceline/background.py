@@ -133,7 +133,11 @@ class BackgroundDecoding:
         self._run, self._observer, self._stop_requested = run, observer, stop_requested
         heldout = heldout_files(settings.data.heldout, settings.store_path)
         settings = settings.model_copy(update={"data": settings.data.model_copy(update={"heldout": heldout})})
-        known = [entry["step"] for entry in rundir.read_evaluations(run.run_dir)]
+        try:
+            known = [entry["step"] for entry in rundir.read_evaluations(run.run_dir)]
+        except OSError as fault:
+            known = []
+            observer.warn(str(fault))
         self._seen = max((step for step in known if step <= run.first_step), default=0)
         self._busy = False
         self._worker: Worker | None = Worker(
@@ -229,7 +233,13 @@ class BackgroundDecoding:
             )
         # The answers themselves are kept of the last checkpoint only: the file is written anew each time.
         rows = report["rows"] if found.step == len(self._run.orders) else []
-        rundir.add_evaluation(self._run.run_dir, found.step, {**report, "rows": rows})
+        try:
+            rundir.add_evaluation(self._run.run_dir, found.step, {**report, "rows": rows})
+        except OSError as fault:
+            reason = fault.strerror or str(fault).partition(": ")[2] or str(fault)
+            self._observer.warn(
+                f"{self._run.run_dir / rundir.EVALUATION}: not written ({reason}); the report lacks this measurement"
+            )
 
     def _lose(self, how: str) -> None:
         self.close()

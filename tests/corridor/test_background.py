@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -135,6 +136,27 @@ def test_the_newest_checkpoint_is_measured_even_if_another_is_pruned_meanwhile(
     asked.clear()
     with pytest.raises(CheckpointError, match="gone"):
         list(stage.handle(Measure()))
+
+
+@pytest.mark.parametrize("damage", ["unwritable", "unreadable"])
+def test_a_run_that_goes_on_makes_up_for_its_checkpoint_and_does_not_need_the_file(
+    make_run: MakeRun, demo_assets: Path, damage: str
+) -> None:
+    heldout = {"heldout": [str(demo_assets / "heldout.jsonl")]}
+    file = make_run("run", data=heldout, evaluate=FEW, train={"max_steps": 4}, checkpoint={"every_steps": 2})
+    assert main(["train", str(file)]) == 0
+    run_dir = run_dir_of(file)
+    before = weights(run_dir, 4)
+    shutil.rmtree(store.checkpoint_path(run_dir, 4))
+    if damage == "unwritable":
+        (run_dir / "evaluation.json").mkdir()
+    else:
+        (run_dir / "evaluation.json").write_text("{", encoding="utf-8")
+    assert main(["train", str(run_dir), "--flow.verifier_device", "cpu"]) == 0
+    assert events(run_dir, "decoded")[-1]["step"] == 4
+    warnings = [entry["text"] for entry in events(run_dir, "warning")]
+    assert warnings and all("evaluation.json: " in text for text in warnings)
+    assert all(torch.equal(before[name], tensor) for name, tensor in weights(run_dir, 4).items())
 
 
 @pytest.fixture

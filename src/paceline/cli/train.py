@@ -128,6 +128,9 @@ def show_run(composition: Composition) -> None:
         + (f", going on from {composition.first_step}" if composition.first_step else ""),
         f"flow     {flow.mode}, {flow.delivery}: {', '.join(flow.target_devices)} → {', '.join(flow.drafter_devices)}",
     ]
+    if flow.verifier_device is not None:
+        prompts = composition.settings.evaluate.num_prompts
+        lines.append(f"decode   {flow.verifier_device}: up to {prompts} held-out prompts with each checkpoint")
     place = composition.machines.place
     if place.count > 1:
         lines.append(f"machine  {place.number} of {place.count}, joined at {place.address}:{place.port}")
