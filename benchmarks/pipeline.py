@@ -264,13 +264,13 @@ def window_report(order: StepOrder, batches: list[int], most_s: float) -> StepRe
     )
 
 
-def show_splits(load: Load, splits: list[tuple[int, int]], windows: int) -> None:
+def show_splits(load: Load, splits: list[tuple[int, int]], windows: int, buffers: int | None) -> None:
     """Every split with both deliveries."""
     table = Table("targets", "drafters", "delivery", "of the limit", "bottleneck", "batches/s", "would choose")
     wrong = 0
     for targets, drafters in splits:
         for delivery in ("ordered", "ready"):
-            found = measure(load, targets, drafters, delivery, windows=windows)
+            found = measure(load, targets, drafters, delivery, windows=windows, buffers=buffers)
             best = best_split(targets + drafters, found.target_s, found.drafter_s)
             wrong += found.bottleneck != found.truth
             table.add_row(
@@ -342,6 +342,7 @@ def main() -> None:
     parser.add_argument("--draft-us", type=float, default=60.0)
     parser.add_argument("--jitter", type=float, default=0.3)
     parser.add_argument("--accumulate", type=int, default=4)
+    parser.add_argument("--buffers", type=int, help="feature buffers; those of the settings where not given")
     parser.add_argument("--splits", default=SPLITS)
     parser.add_argument("--pool", action="store_true")
     parser.add_argument("--demo", type=int, default=0, metavar="N")
@@ -353,7 +354,7 @@ def main() -> None:
     else:
         splits = [(int(a), int(b)) for a, b in (split.split(":") for split in arguments.splits.split(","))]
         load = Load(arguments.target_us, arguments.draft_us, arguments.jitter, arguments.accumulate)
-        show_splits(load, splits, arguments.windows)
+        show_splits(load, splits, arguments.windows, arguments.buffers)
 
 
 if __name__ == "__main__":

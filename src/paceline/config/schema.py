@@ -86,7 +86,7 @@ class FlowConfig(Section):
     """Bytes of host batches collated ahead in all, at most; one batch is always made ahead."""
     pool_buffers: int | None = Field(default=None, ge=2)
     """Feature buffers that cross from targets to drafters, each of the size of the plan's largest micro-batch; the only
-    backpressure there. Unset: one a target worker, two a drafter rank and one more."""
+    backpressure there. Unset: one a target worker, four a drafter rank and one more."""
     pool_bytes: int | None = Field(default=None, ge=1)
     """Bytes of all feature buffers at most; fewer are made where `pool_buffers` would take more. Unset: no limit."""
     transport: Literal["exact", "bf16", "fp8"] = "exact"
@@ -97,8 +97,8 @@ class FlowConfig(Section):
 
     @property
     def num_buffers(self) -> int:
-        """Feature buffers: as set, else enough for every target worker to work while every drafter rank has two."""
-        return self.pool_buffers or len(self.target_devices) + 2 * len(self.drafter_devices) + 1
+        """Feature buffers: as set, else enough to bridge batches that take one stage longer than the other."""
+        return self.pool_buffers or len(self.target_devices) + 4 * len(self.drafter_devices) + 1
 
     @field_validator("target_devices", mode="before")
     @classmethod
