@@ -162,11 +162,6 @@ def best_of(metric: str | None) -> Best | None:
             f"checkpoint.keep_best = {metric!r}: no metric of the catalogue (docs/metrics.md); for example "
             "validation/loss or tau"
         ) from None
-    if metric.startswith("decode/"):
-        raise ConfigError(
-            f"checkpoint.keep_best = {metric!r}: is measured after the checkpoint was written; for example "
-            "validation/loss"
-        )
     if metric.startswith(DECODE) and metric not in DECODED:
         raise ConfigError(f"checkpoint.keep_best = {metric!r}: of decoding, {' or '.join(DECODED)} can be used")
     if better == "":
@@ -199,8 +194,8 @@ def check_saving(settings: Settings, spec: DrafterSpec, facts: TargetFacts, vali
         )
     if config.keep_best in DECODED and settings.flow.verifier_device is None:
         raise ConfigError(
-            f"checkpoint.keep_best = {config.keep_best!r}: is measured by the verifier alone; set flow.verifier_device, "
-            "or use validation/loss"
+            f"checkpoint.keep_best = {config.keep_best!r}: is measured by the verifier alone; set "
+            "flow.verifier_device, or use validation/loss"
         )
     if config.export == "none":
         return

@@ -275,7 +275,7 @@ def test_a_verifier_that_cannot_start_costs_a_warning(make_run: MakeRun, tmp_pat
     [
         ({"flow": {"verifier_device": "cpu"}}, "there are no held-out prompts to decode"),
         ({"flow": {"verifier_device": "cuda:77"}}, "flow.verifier_device: cuda:77: no such device here"),
-        ({"checkpoint": {"keep_best": "decode/tau"}}, "is measured after the checkpoint was written"),
+        ({"checkpoint": {"keep_best": "decode/tau"}}, "is measured by the verifier alone"),
     ],
 )
 def test_faults_are_one_line(make_run: MakeRun, capsys: pytest.CaptureFixture[str], changes, says) -> None:
