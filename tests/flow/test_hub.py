@@ -115,6 +115,23 @@ def test_ready_delivery_keeps_windows_whatever_the_timing() -> None:
     assert any(list(report.batches) != sorted(report.batches) for report in reports), "the delays changed no order"
 
 
+@pytest.mark.parametrize("delivery", ["ordered", "ready"])
+@pytest.mark.parametrize(("targets", "drafters", "buffers"), [(3, 2, 4), (2, 3, 9)])
+def test_windows_and_ranks_of_batches_never_depend_on_timing(
+    delivery: str, targets: int, drafters: int, buffers: int
+) -> None:
+    """Delays of up to 40 ms a batch and stage, drawn anew for every worker, against windows of 6 micro-batches."""
+    with joined(
+        delivery=delivery, targets=targets, drafters=drafters, buffers=buffers, accumulate=6, windows=7, delay_s=0.04
+    ) as (hub, _):
+        reports = run(hub)
+    # Only the first rank's report goes on; it names what that rank trained.
+    expected = [[index for index in range(6 * w, 6 * w + 6) if (index - 6 * w) % drafters == 0] for w in range(7)]
+    assert [sorted(report.batches) for report in reports] == expected
+    if delivery == "ordered":
+        assert [list(report.batches) for report in reports] == expected
+
+
 def test_replicas_get_their_own_batches_and_all_take_each_step() -> None:
     with joined(drafters=2, buffers=4, windows=3) as (hub, _):
         reports = run(hub)
