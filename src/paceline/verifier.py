@@ -74,11 +74,12 @@ class Verifier:
             pieces=functools.partial(text_pieces, self._tokenizer),
         )
 
-    def _answer(self, ids: list[int]) -> str:
-        """The target's own answer as text, without the tokens that end it."""
-        stop_ids = self._target.facts.eos_token_ids
-        limit = self._limits.max_new_tokens
-        answer = greedy_decode(self._target, ids, max_new_tokens=limit, stop_ids=stop_ids)
+    def _answer(self, ids: list[int]) -> str | None:
+        """The target's own answer as text, without the tokens that end it; None to more than its positions."""
+        facts, limit = self._target.facts, self._limits.max_new_tokens
+        if facts.max_position_embeddings is not None and len(ids) > facts.max_position_embeddings:
+            return None
+        answer = greedy_decode(self._target, ids, max_new_tokens=limit, stop_ids=facts.eos_token_ids)
         return str(self._tokenizer.decode(answer.ids, skip_special_tokens=True))
 
 

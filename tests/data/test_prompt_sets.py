@@ -173,6 +173,8 @@ def test_the_second_turn_is_asked_after_the_answer_to_the_first(write, demo_asse
     assert first.tags == ("mt-bench", "mt-bench:writing", "mt-bench:turn-1")
     assert second.tags == ("mt-bench", "mt-bench:writing", "mt-bench:turn-2")
     assert alone.tags == ("mt-bench", "mt-bench:writing")
+    silent = with_later_turns(questions, renderer, lambda ids: None, None)
+    assert [prompt.id for prompt in silent] == ["mt-bench/902", "mt-bench/3"]
     asked.clear()
     assert [prompt.id for prompt in with_later_turns(questions, renderer, answer, 1)] == ["mt-bench/902"]
     assert asked == [], "an answer that nobody needs is not made"

@@ -68,10 +68,13 @@ def test_prompt_sets_give_their_tags_and_later_turns(target, folder, tmp_path, c
     sums, talk = tmp_path / "test.jsonl", tmp_path / "question.jsonl"
     sums.write_text(json.dumps({"question": "What is 1 and 1?", "answer": "#### 2"}) + "\n", encoding="utf-8")
     row = {"question_id": 5, "category": "stem", "turns": ["What is rain?", "And snow?"]}
-    talk.write_text(json.dumps(row) + "\n", encoding="utf-8")
+    long = {"question_id": 6, "category": "stem", "turns": ["rain " * 3000, "And snow?"]}
+    talk.write_text(json.dumps(long) + "\n" + json.dumps(row) + "\n", encoding="utf-8")
     words = ["evaluate", folder, "--target", target, "--prompts", f"gsm8k:{sums}", f"mt-bench:{talk}"]
     assert main([*words, "--json", "--evaluate.max_new_tokens", "6"]) == 0
-    (report,) = json.loads(capsys.readouterr().out).values()
+    shown = capsys.readouterr()
+    (report,) = json.loads(shown.out).values()
+    assert "prompt mt-bench/6: set aside; it has" in shown.err
     assert [row["id"] for row in report["rows"]] == [f"{sums}:1", "mt-bench/5", "mt-bench/5#turn-2"]
     assert list(report["by_tag"]) == ["gsm8k", "mt-bench", "mt-bench:stem", "mt-bench:turn-1", "mt-bench:turn-2"]
     passes = {tag: group["passes"] for tag, group in report["by_tag"].items()}

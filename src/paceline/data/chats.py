@@ -132,14 +132,14 @@ def render_prompts(
 
 
 def with_later_turns(
-    prompts: Sequence[Prompt], renderer: PromptRenderer, answer: Callable[[list[int]], str], limit: int | None
+    prompts: Sequence[Prompt], renderer: PromptRenderer, answer: Callable[[list[int]], str | None], limit: int | None
 ) -> list[Prompt]:
     """The prompts, each followed by those of its user's later turns.
 
     Args:
         prompts: from `render_prompts`.
         renderer: for the same target.
-        answer: answers token ids; called for turns after which another is asked.
+        answer: answers token ids; called for turns after which another is asked. None where it cannot: then none is.
         limit: at most this many prompts in all; None = all.
     """
     found: list[Prompt] = []
@@ -148,7 +148,10 @@ def with_later_turns(
             break
         found.append(prompt)
         while found[-1].later and (limit is None or len(found) < limit):
-            found.append(renderer.next_turn(found[-1], answer(found[-1].ids)))
+            said = answer(found[-1].ids)
+            if said is None:
+                break
+            found.append(renderer.next_turn(found[-1], said))
     return found
 
 
