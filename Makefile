@@ -8,7 +8,7 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM = false
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: help demo test check format bench clean
+.PHONY: help demo test check format bench chaos clean
 
 help:  ## this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -30,7 +30,11 @@ format: $(VENV)/.installed-dev  ## mend what lint can mend
 	$(BIN)/ruff format .
 
 bench: $(VENV)/.installed-dev  ## speed and memory, ratios taken in one run
-	set -e; for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script; done
+	set -e; for script in $(filter-out benchmarks/chaos.py,$(wildcard benchmarks/*.py)); do \
+	  echo "== $$script"; $(BIN)/python $$script; done
+
+chaos: $(VENV)/.installed-dev  ## a small run killed 50 times, compared with one that was left alone
+	$(BIN)/python benchmarks/chaos.py
 
 clean:  ## remove the environments and caches
 	rm -rf $(VENV) .venv-* .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -157,6 +157,18 @@ def test_lines_that_no_checkpoint_holds_are_written_again_once(copied: Path, fin
     assert [line["values"]["loss"] for line in lines(copied)] == [line["values"]["loss"] for line in lines(finished)]
 
 
+def test_other_versions_are_told(copied: Path, finished: Path, capfd) -> None:
+    forget_after(copied, 4)
+    path = store.checkpoint_path(copied, 4) / store.NOTE
+    note = json.loads(path.read_text())
+    note["versions"]["torch"] = "1.0.0"
+    path.write_text(json.dumps(note))
+    assert main(["train", str(copied)]) == 0
+    warned = [line for line in capfd.readouterr().err.splitlines() if "other versions" in line]
+    assert len(warned) == 1 and f"torch 1.0.0 → {torch.__version__}" in warned[0]
+    assert same(weights(copied), weights(finished))
+
+
 LIMITED = """
 import resource, signal, sys
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
