@@ -8,11 +8,7 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM = false
 export HF_HUB_OFFLINE ?= 1
 
-<<<<<<< /tmp/w/checkpoint/m/work
-.PHONY: help demo demo-smollm2 test check format bench clean
-=======
-.PHONY: help demo test check format bench chaos clean
->>>>>>> /tmp/w/checkpoint/m/new
+.PHONY: help demo demo-smollm2 test check format bench chaos clean
 
 help:  ## this list
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
