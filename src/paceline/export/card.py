@@ -24,6 +24,8 @@ RECIPE = (
         "drafter.num_anchors",
         "drafter.dtype",
         "target.dtype",
+        "target.adapter",
+        "target.quantization",
         "data.max_length",
         "seed",
     ),
