@@ -74,7 +74,7 @@ def test_settings_of_the_wrong_kind_are_named(make_run: MakeRun, settings: str, 
 def test_values_of_the_wrong_kind_do_no_harm(make_run: MakeRun, settings: str) -> None:
     run_dir = make_run(steps=60)
     (run_dir / "settings.yaml").write_text(settings)
-    page_of(run_dir)
+    assert "Gradient norm" in page_of(run_dir)
 
 
 @pytest.mark.parametrize("edges", [7, {"a": 1}, [None, "y", {}, 3], [1e400]])
@@ -121,7 +121,7 @@ def test_metrics_that_are_all_missing_are_dashes(make_run: MakeRun) -> None:
         if row["kind"] == "step":
             row["values"] = dict.fromkeys(row["values"])
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    page_of(run_dir)
+    assert "<dt>training τ</dt><dd>–<" in page_of(run_dir)
 
 
 def test_a_bucket_that_only_some_lines_know_has_no_nan(make_run: MakeRun) -> None:
