@@ -93,7 +93,8 @@ class VerifierStage:
 
 def start_verifier(settings: Settings, run_dir: Path, taps: list[int]) -> VerifierStage:
     """The stage, in its own process; arguments as for `VerifierStage`."""
-    os.nice(NICENESS)
+    if settings.flow.verifier_device == "cpu":
+        os.nice(NICENESS)
     return VerifierStage(settings, run_dir, taps)
 
 
