@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from paceline.checkpoint import store
 from paceline.checkpoint.retention import Best
 from paceline.checkpoint.rundir import versions
 from paceline.checkpoint.store import DECODED, export_path
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from paceline.compose import Composition
     from paceline.flow.messages import StepOrder
 
+PATIENCE_S = 20.0
+"""A fault elsewhere ends the run this much later at most, where a checkpoint is being written."""
 VALIDATION, DECODE = "validation/", "decode/"
 
 
@@ -144,6 +147,20 @@ def checkpoint_writer(run: Composition) -> CheckpointWriter:
             run.settings, run.run_dir, run.spec, run.facts, run.source.fingerprint, total_steps=len(run.orders)
         )
     return CheckpointWriter(run.run_dir, config, best=best_of(config.keep_best), export=export)
+
+
+def await_written(run_dir: Path, known: set[str], is_alive: Callable[[], bool], limit_s: float = PATIENCE_S) -> None:
+    """After a fault elsewhere: let the checkpoint that is being written take its name.
+
+    Args:
+        run_dir: the run.
+        known: what lay there half-written before the run was started, and will stay so.
+        is_alive: whether the process that writes still runs.
+        limit_s: no longer than this.
+    """
+    deadline = time.monotonic() + limit_s
+    while store.being_written(run_dir) - known and is_alive() and time.monotonic() < deadline:
+        time.sleep(0.02)
 
 
 def best_of(metric: str | None) -> Best | None:

@@ -41,7 +41,7 @@ from paceline.flow.stop import StopRequest
 from paceline.flow.witness import Elsewhere, PeakMemory
 from paceline.flow.worker import Worker
 from paceline.observe.observer import Observer, open_observer
-from paceline.saving import Saving, checkpoint_writer
+from paceline.saving import Saving, await_written, checkpoint_writer
 from paceline.warm import initial_weights
 
 if TYPE_CHECKING:
@@ -330,6 +330,7 @@ def _pipeline(
     own = ranks > 1 and place.count == 1
     meeting = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if own else None
     workers: list[Worker] = []
+    known = store.being_written(run.run_dir)
     opening = [StepOrder(0, -1, -1, range(len(validation)), save=False)] if validation else []
     hosts = itertools.chain(validation, host_batches(run, orders))
     ahead = flow.prefetch_batches * len(flow.target_devices)
@@ -361,6 +362,11 @@ def _pipeline(
         )
         yield from hub.run()
         patience_s = 5.0
+    except PacelineError:
+        patience_s = 0.0
+        if workers and workers[-1].name.startswith("drafter"):
+            await_written(run.run_dir, known, workers[-ranks].process.is_alive)
+        raise
     except BaseException:
         patience_s = 0.0
         raise

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from paceline.checkpoint import store
 from paceline.checkpoint.retention import Best
 from paceline.config import CheckpointConfig
 from paceline.errors import ConfigError
 from paceline.flow.messages import StepOrder
-from paceline.saving import Saving, best_of
+from paceline.saving import Saving, await_written, best_of
 
 
 class Known:
@@ -71,6 +73,28 @@ def test_a_metric_counts_for_the_first_checkpoint_after_it_was_measured() -> Non
     assert saves.announce(15)["metrics"] == {"validation/loss": 2.0}
     assert saves.announce(15)["metrics"] == {"validation/loss": 2.0}
     assert known.events == [5, 10, 15]
+
+
+def test_after_a_fault_the_checkpoint_that_is_being_written_gets_its_name(tmp_path: Path) -> None:
+    known = store.checkpoint_path(tmp_path, 3).with_name("step-00000003.part")
+    final = store.checkpoint_path(tmp_path, 8)
+    part = final.with_name(final.name + store.ASIDE)
+    for path in (known, part):
+        path.mkdir(parents=True)
+    asked: list[int] = []
+
+    def is_alive() -> bool:
+        asked.append(1)
+        if len(asked) == 5:
+            part.replace(final)
+        return True
+
+    await_written(tmp_path, {known.name}, is_alive)
+    assert len(asked) == 5 and store.being_written(tmp_path) == {known.name}
+    part.mkdir()
+    await_written(tmp_path, set(), lambda: False)
+    await_written(tmp_path, set(), lambda: True, limit_s=0.05)
+    assert part.is_dir()
 
 
 @pytest.mark.parametrize(

@@ -200,6 +200,12 @@ def newest_step(run_dir: Path) -> int:
     return max(steps(run_dir), default=0)
 
 
+def being_written(run_dir: Path) -> set[str]:
+    """Names of the checkpoints that are not whole yet: being written, or left so by a kill."""
+    folder = run_dir / CHECKPOINTS
+    return {path.name for path in folder.glob(f"{PREFIX}*{ASIDE}")} if folder.is_dir() else set()
+
+
 def clear_unfinished(run_dir: Path) -> None:
     """Remove what a killed process left half written or half removed. Nobody else may be writing there."""
     folder = run_dir / CHECKPOINTS
