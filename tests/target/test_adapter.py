@@ -79,7 +79,8 @@ def test_an_adapter_within_the_layers_needs_no_weights_of_them(qwen3, adapter, m
         raise AssertionError("the whole target was loaded")
 
     monkeypatch.setattr(ends, "_load_whole", whole)
-    load_embedding_and_head(str(qwen3), adapter=str(adapter))
+    embedding, head = load_embedding_and_head(str(qwen3), adapter=str(adapter))
+    assert embedding.shape == head.shape == (97, 32)
 
 
 def test_the_adapter_is_part_of_the_identity(qwen3, adapter, tmp_path):

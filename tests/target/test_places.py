@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from paceline.config import TargetConfig
-from paceline.errors import TargetError
+from paceline.config import TargetConfig, load_settings
+from paceline.errors import ConfigError, TargetError
 from paceline.target.facts import describe_target
 from paceline.target.guard import guard_first_batch
 from paceline.target.load import load_embedding_and_head, load_target
@@ -173,7 +173,20 @@ def test_devices_that_are_not_here_are_refused(base):
     with pytest.raises(TargetError, match=r"model.norm lies inside model, which has a device of its own"):
         check_loadable(TargetConfig(path=str(base), device_map={"model": "cpu", "model.norm": "disk"}))
     assert "list one" in target_faults(TargetConfig(path="x", device_map="auto"), num_workers=2)[0]
-    assert "empty" in target_faults(TargetConfig(path="x", device_map=[]))[0]
+
+
+@pytest.mark.parametrize("wrong", ["cuda:0", "3", "[]", "[1]", '{"": 1}'])
+def test_a_device_map_of_another_form_is_one_fault(wrong):
+    with pytest.raises(ConfigError, match=r"device_map.*a list of devices like \[cuda:0, cuda:1\]") as fault:
+        load_settings(None, {"run_dir": "r", "target.path": "x", "target.device_map": wrong})
+    assert len(fault.value.faults) == 1
+
+
+@pytest.mark.parametrize(("text", "value"), [("auto", "auto"), ("[cpu]", ["cpu"]), ('{"": cpu}', {"": "cpu"})])
+def test_device_maps_from_settings(text, value):
+    assert (
+        load_settings(None, {"run_dir": "r", "target.path": "x", "target.device_map": text}).target.device_map == value
+    )
 
 
 def test_an_attention_that_is_not_here_is_refused(base):

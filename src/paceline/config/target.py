@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from paceline.config.section import Section
 
@@ -38,3 +38,11 @@ class TargetConfig(Section):
     Unset: all of it on the worker's entry of `flow.target_devices`."""
     trust_remote_code: bool = False
     """Whether code that comes with the target may run."""
+
+    @field_validator("device_map", mode="before")
+    @classmethod
+    def _one_of_three_forms(cls, value: Any) -> Any:
+        names = value if isinstance(value, list) else [*value, *value.values()] if isinstance(value, dict) else []
+        if value in (None, "auto") or (names and all(isinstance(name, str) for name in names)):
+            return value
+        raise ValueError("must be auto, a list of devices like [cuda:0, cuda:1], or a device for each module name")

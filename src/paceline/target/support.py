@@ -32,8 +32,6 @@ def target_faults(settings: TargetConfig, num_workers: int = 1) -> list[str]:
             f"target.device_map: spreads one worker over devices, and flow.target_devices lists {num_workers} workers; "
             "list one"
         )
-    if settings.device_map is not None and not settings.device_map:
-        faults.append("target.device_map: empty; give auto, a list of devices, or leave it unset")
     return faults
 
 
