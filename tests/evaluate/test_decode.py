@@ -90,6 +90,9 @@ def test_length_limits_are_exact(make_pair, prompts, limit):
     for seed in range(2):
         decoded = speculative_decode(target, network, prompts[3], max_new_tokens=limit, choice=Informed(whole, seed))
         assert decoded.ids == whole[:limit] and decoded.finish == "length"
+    cut = speculative_decode(target, network, prompts[3], max_new_tokens=limit, whole_blocks=False)
+    assert cut.ids == whole[:limit] and sum(entry.emitted for entry in cut.passes) == limit - 1
+    assert all(entry.drafted < limit for entry in cut.passes)
     assert greedy_decode(target, prompts[3], max_new_tokens=limit).ids == whole[:limit]
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from paceline.evaluate.choice import Choice, Greedy
-from paceline.evaluate.decode import Answer, Decoded, Pass, inference, num_drafts, prompt_tensor
+from paceline.evaluate.decode import Answer, Decoded, Pass, head_logits, inference, num_drafts, prompt_tensor
 from paceline.evaluate.fit import check_pair
 from paceline.target.session import TargetSession
 from paceline.target.sessions import BatchSession
@@ -206,7 +206,7 @@ def _drafts(
     hidden = network.draft_blocks(context.layers(), context.room, starts, embedded)
     counts = [num_drafts(target, spec, start) for start in starts]
     first = spec.first_draft_slot
-    logits = hidden[:, first : first + max(counts)] @ target.head.T.to(hidden.dtype)
+    logits = head_logits(target, hidden)[:, first:]
     return [row.choice.drafts(logits[number, : counts[number]]) for number, row in enumerate(rows)]
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from paceline.errors import DataError
 from paceline.evaluate.choice import Choice, Greedy
@@ -96,6 +97,11 @@ class Answer:
         self._limit = min(max_new_tokens, room)
         self._limit_name = "length" if max_new_tokens <= room else "context"
 
+    @property
+    def room(self) -> int:
+        """Tokens that may still be added."""
+        return self._limit - len(self.ids)
+
     def add(self, tokens: Sequence[int]) -> int:
         """Appends tokens up to a stop token and the limit.
 
@@ -139,6 +145,7 @@ def speculative_decode(
     stop_ids: Collection[int] = (),
     choice: Choice | None = None,
     without_features: bool = False,
+    whole_blocks: bool = True,
 ) -> Decoded:
     """Answers one prompt with drafts.
 
@@ -150,6 +157,8 @@ def speculative_decode(
         stop_ids: tokens that end an answer.
         choice: greedy where None, else e.g. `Sampled`.
         without_features: the negative control: the drafter gets zeros instead of the target's states.
+        whole_blocks: drafts beyond the length limit are verified too, so that passes tell of the drafter alone; where
+            False, they are left out, as a server would.
 
     Raises:
         DataError: an empty prompt, or one longer than the target's positions.
@@ -168,7 +177,8 @@ def speculative_decode(
     passes: list[Pass] = []
     while answer.finish is None:
         position = session.length
-        drafts, chances = choice.drafts(draft_logits(target, network, context, token, position))
+        proposed = draft_logits(target, network, context, token, position)
+        drafts, chances = choice.drafts(proposed if whole_blocks else proposed[: answer.room - 1])
         anchor = torch.tensor([token], device=target.device)
         logits, features = session.read(torch.cat([anchor, drafts]))
         accepted, after = choice.judge(drafts, chances, logits)
@@ -209,7 +219,12 @@ def draft_logits(target: Target, network: Drafter, context: Any, token: int, pos
     slots[0] = token
     hidden = network.draft(context, target.embedding[slots].to(target.dtype), position)
     first = spec.first_draft_slot
-    return hidden[first : first + num_drafts(target, spec, position)] @ target.head.T.to(hidden.dtype)
+    return head_logits(target, hidden)[first : first + num_drafts(target, spec, position)]
+
+
+def head_logits(target: Target, hidden: Tensor) -> Tensor:
+    """Logits [..., K, V] of all slots [..., K, H], used or not: 15 rows cost a CPU twice as much as 16."""
+    return F.linear(hidden, target.head.to(hidden.dtype))
 
 
 def num_drafts(target: Target, spec: DrafterSpec, position: int) -> int:
