@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 
 from paceline.checkpoint import store
@@ -155,6 +156,20 @@ def test_lines_that_no_checkpoint_holds_are_written_again_once(copied: Path, fin
     assert main(["train", str(copied)]) == 0
     assert trained(copied) == trained(finished) and same(weights(copied), weights(finished))
     assert [line["values"]["loss"] for line in lines(copied)] == [line["values"]["loss"] for line in lines(finished)]
+
+
+def test_target_and_data_may_lie_elsewhere(copied: Path, finished: Path, demo_assets: Path, tmp_path: Path) -> None:
+    """The fingerprints say that they are the same; the weights are those of the run that did not move."""
+    settings = yaml.safe_load((copied / "settings.yaml").read_text())
+    target = shutil.copytree(demo_assets / "target", tmp_path / "moved target")
+    data = shutil.copytree(settings["data"]["store"], tmp_path / "moved store")
+    forget_after(copied, 4)
+    assert main(["train", str(copied), "--target.path", str(target), "--data.store", str(data)]) == 0
+    assert same(weights(copied), weights(finished)) and trained(copied) == trained(finished)
+    forget_after(copied, 4)
+    config = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps({**config, "rope_theta": 5000.0}))
+    assert main(["train", str(copied)]) != 0
 
 
 def test_other_versions_are_told(copied: Path, finished: Path, capfd) -> None:
