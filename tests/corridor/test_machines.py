@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -115,7 +116,7 @@ def test_a_machine_that_dies_ends_the_others_in_a_line_and_all_go_on(
 ) -> None:
     settings = make_run(
         "broken",
-        flow=TWO_RANKS,
+        flow={"mode": "pipeline"},
         plan={"accumulate": 1},
         train={"max_steps": 400, "epochs": 200},
         checkpoint={"every_steps": 4},
@@ -140,6 +141,18 @@ def test_a_machine_that_dies_ends_the_others_in_a_line_and_all_go_on(
     stopped = store.newest_step(run_dir_of(settings))
     assert f"stopped at step {stopped} of 400, checkpoint written" in logs[0].read_text()
     assert f"machine 1 of 2 is done at step {stopped}" in logs[1].read_text()
+
+
+def test_going_on_with_fewer_ranks_keeps_the_windows(make_run: MakeRun) -> None:
+    settings = make_run(
+        flow=TWO_RANKS, plan={"accumulate": 1}, train={"max_steps": 6}, checkpoint={"every_steps": 3}, seed=3
+    )
+    assert main(["train", str(settings)]) == 0
+    whole, losses = weights(settings, 6), values(settings, "loss")
+    shutil.rmtree(store.checkpoint_path(run_dir_of(settings), 6))
+    assert main(["train", str(run_dir_of(settings)), "--flow.drafter-devices", "[cpu]"]) == 0
+    assert close(whole, weights(settings, 6))
+    assert values(settings, "loss") == pytest.approx(losses, rel=1e-5)
 
 
 def test_machines_with_other_settings_are_refused_before_any_model_loads(make_run: MakeRun, tmp_path: Path) -> None:
