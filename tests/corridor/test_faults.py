@@ -132,13 +132,13 @@ def parent_of(pid: int) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "stage"), [(0, "target"), (1, "drafter")])
 def test_a_worker_that_hangs_is_named_with_what_it_was_doing(make_run: MakeRun, capfd, number: int, stage: str) -> None:
-    flow = {"mode": "pipeline", "stall_limit_s": 30.0}
+    flow = {"mode": "pipeline", "stall_limit_s": 20.0}
     settings = make_run(flow=flow, train=LONG, checkpoint={"every_steps": 5})
     with striking(settings, number, signal.SIGSTOP):
         assert main(["train", str(settings)]) == 1
     line = fault_line(capfd.readouterr().err)
     assert re.search(
-        rf"stage {stage} 0 \(cpu\) has shown no progress for 3\d s while working on {WORK}; the limit is flow", line
+        rf"stage {stage} 0 \(cpu\) has shown no progress for 2\d s while working on {WORK}; the limit is flow", line
     ), line
     assert not workers_alive()
 

@@ -93,7 +93,7 @@ class FlowConfig(Section):
     """How features cross from targets to drafters; bf16 and fp8 (a scale for each token and tap) are smaller, and their
     error is reported at the start."""
     stall_limit_s: float = Field(default=600.0, gt=0)
-    """A stage that reports nothing for this long is named and the run is stopped."""
+    """A stage that reports nothing for this long is named and the run is stopped; start-up has ten minutes at least."""
 
     @property
     def num_buffers(self) -> int:

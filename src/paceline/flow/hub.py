@@ -46,6 +46,9 @@ from paceline.flow.worker import Worker
 Key = tuple[int, int]
 """(epoch, index): a micro-batch of the run."""
 
+START_LIMIT_S = 600.0
+"""Loading a target may take minutes in which nothing is heard of it."""
+
 PEER_PATIENCE_S = 5.0
 """A rank that misses another one is believed to be the cause itself only after this long."""
 
@@ -272,10 +275,12 @@ class Hub:
 
     def _watch(self, workers: Sequence[Worker]) -> None:
         for worker in workers:
-            if worker.silent_s() > self._stall_limit_s:
+            limit = self._stall_limit_s if worker.ready else max(self._stall_limit_s, START_LIMIT_S)
+            if worker.silent_s() > limit:
                 raise StageError(
                     f"stage {worker.name} has shown no progress for {worker.silent_s():.0f} s while working on "
                     f"{worker.doing()}; the limit is flow.stall_limit_s = {self._stall_limit_s:g}"
+                    + ("" if worker.ready else f", for start-up at least {START_LIMIT_S:g} s")
                 )
 
     def _receive(self, worker: Worker) -> Iterator[StepReport]:
