@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from paceline.evaluate.choice import Choice, Greedy
-from paceline.evaluate.decode import Answer, Decoded, Pass, head_logits, inference, num_drafts, prompt_tensor
+from paceline.evaluate.decode import Answer, Decoded, Pass, head_logits, inference, num_drafts, prompt_tensor, verified
 from paceline.evaluate.fit import check_pair
 from paceline.target.session import TargetSession
 from paceline.target.sessions import BatchSession
@@ -182,9 +182,7 @@ def _pass(target: Target, network: Drafter, session: BatchSession, context: Batc
     for number, (row, (drafts, chances)) in enumerate(zip(rows, proposals, strict=True)):
         accepted, after = row.choice.judge(drafts, chances, logits[number, : counts[number]])
         stands = [*drafts[:accepted].tolist(), after]
-        counted = row.answer.add(stands)
-        drafted = drafts.shape[0] if counted == len(stands) else counted
-        row.passes.append(Pass(starts[number], drafted, min(accepted, counted), counted))
+        row.passes.append(verified(starts[number], drafts.shape[0], accepted, row.answer.add(stands)))
         row.token = after
         kept_rows += [number] * (accepted + 1)
         kept += range(accepted + 1)

@@ -135,6 +135,11 @@ def inference(
     return run
 
 
+def verified(position: int, num_drafts: int, accepted: int, counted: int) -> Pass:
+    """What a block at a position came to: `counted` of its accepted drafts and the next token count."""
+    return Pass(position, num_drafts if counted == accepted + 1 else counted, min(accepted, counted), counted)
+
+
 @inference
 def speculative_decode(
     target: Target,
@@ -183,9 +188,7 @@ def speculative_decode(
         logits, features = session.read(torch.cat([anchor, drafts]))
         accepted, after = choice.judge(drafts, chances, logits)
         stands = [*drafts[:accepted].tolist(), after]
-        counted = answer.add(stands)
-        drafted = drafts.shape[0] if counted == len(stands) else counted
-        passes.append(Pass(position, drafted, min(accepted, counted), counted))
+        passes.append(verified(position, drafts.shape[0], accepted, answer.add(stands)))
         session.rewind(position + 1 + accepted)
         kept = features[: accepted + 1]
         network.extend(context, torch.zeros_like(kept) if without_features else kept)

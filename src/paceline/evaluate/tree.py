@@ -116,6 +116,7 @@ def _grow(table: Candidates, budget: int, chain: bool) -> DraftTree:
     order = 0
 
     def push(parent: int, depth: int, rank: int, base: float) -> None:
+        """Offers a child of a node, if its slot has a token of that rank."""
         nonlocal order
         if depth == len(chances):
             return
