@@ -176,7 +176,7 @@ FAULTS = (
     ),
     Fault(
         "rotary position of a block off by one while decoding",
-        (("network.py", "np.array([position]),", "np.array([position - 1]),"),),
+        (("network.py", "np.asarray(positions, np.int64),", "np.asarray(positions, np.int64) - 1,"),),
         "test_network.py -k training_equals",
     ),
     Fault(

@@ -17,7 +17,7 @@ def embeddings(count: int, spec, seed=5) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("attention", ["split", "dense"])
+@pytest.mark.parametrize("attention", ["auto", "split", "dense"])
 def test_training_equals_decoding(kind, attention):
     """Past the window (documents of 40 tokens, windows up to 7), with the context arriving in pieces and cropped."""
     spec = small_spec(**kind)
