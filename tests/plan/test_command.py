@@ -115,6 +115,12 @@ def test_a_store_and_a_run_are_planned_from_their_index(store, tmp_path, capsys)
     assert main(["plan", str(run), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert (told["accumulate"], told["replicas"], told["epochs"]) == (2, 2, 3)
+    folder = tmp_path / "started"
+    folder.mkdir()
+    (folder / "settings.yaml").write_text(run.read_text())
+    (folder / "run.json").write_text(json.dumps({"replicas": 6}))
+    assert main(["plan", str(folder), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["replicas"] == 6
     alive = [row for row in range(600) if LENGTHS[row] > 20]
     halves = sum(row % 3 != 0 and row % 2 == 1 for row in alive)
     doubled = sum(row % 3 == 0 for row in alive)

@@ -12,6 +12,7 @@ import tyro
 from rich.markup import escape
 from rich.text import Text
 
+from paceline.checkpoint.rundir import is_run_directory, read_run_facts
 from paceline.cli import frame
 from paceline.cli.plan_view import histogram, render, render_comparison, render_edges
 from paceline.config import Settings, load_settings
@@ -53,7 +54,7 @@ class Arguments:
     epochs: int | None = None
     """Epochs of the run. Unset: those of the YAML, else 1."""
     replicas: int | None = None
-    """Drafter replicas that share every window. Unset: those of the YAML, else 1."""
+    """Drafter replicas that share every window. Unset: those that the run was started with, those of the YAML, or 1."""
     tokens_per_s: float | None = None
     """Padded tokens a second that the pipeline manages, for an estimate of the time."""
     column: str | None = None
@@ -154,7 +155,10 @@ def read_source(arguments: Arguments, overrides: Mapping[str, str]) -> Source:
         settings = load_settings(path if started is None else started / "settings.yaml", overrides)
     else:
         settings = load_settings(None, {"run_dir": "unused", "target.path": "unused", **overrides})
-    replicas = arguments.replicas or (len(settings.flow.drafter_devices) if is_run else 1)
+    planned_for = len(settings.flow.drafter_devices) if is_run else 1
+    if started is not None and is_run_directory(started):
+        planned_for = read_run_facts(started).get("replicas", planned_for)
+    replicas = arguments.replicas or planned_for
     epochs = arguments.epochs or (settings.train.epochs if is_run else 1)
     if is_run or path.is_dir():
         if arguments.column is not None or arguments.group is not None:
