@@ -331,6 +331,7 @@ def _pipeline(
     meeting = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if own else None
     workers: list[Worker] = []
     known = store.being_written(run.run_dir)
+    patience_s = 0.0
     opening = [StepOrder(0, -1, -1, range(len(validation)), save=False)] if validation else []
     hosts = itertools.chain(validation, host_batches(run, orders))
     ahead = flow.prefetch_batches * len(flow.target_devices)
@@ -363,12 +364,8 @@ def _pipeline(
         yield from hub.run()
         patience_s = 5.0
     except PacelineError:
-        patience_s = 0.0
         if workers and workers[-1].name.startswith("drafter"):
             await_written(run.run_dir, known, workers[-ranks].process.is_alive)
-        raise
-    except BaseException:
-        patience_s = 0.0
         raise
     finally:
         feed.close()
