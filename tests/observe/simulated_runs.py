@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import yaml
 
 from paceline.config import ObserveConfig, PlanConfig
 from paceline.contracts import BucketTotals, Ratio, StepReport
@@ -27,6 +29,7 @@ def simulate(
     epochs: int = 6,
     length_effect: float = 0.25,
     accumulate: int = 8,
+    plan: dict[str, Any] | None = None,
     **settings,
 ) -> Path:
     """A run directory as training on these plans would have left it.
@@ -37,14 +40,19 @@ def simulate(
         epochs: passes over the data.
         length_effect: nat by which the loss falls each time the length doubles.
         accumulate: micro-batches a step.
+        plan: further settings of `PlanConfig`; with them the run directory holds its settings.
         settings: further ones of `ObserveConfig`.
     """
     rng = np.random.default_rng(3)
     lengths = skewed_lengths()
     eligible = lengths // 2
-    plan = PlanConfig(strategy=strategy, schedule=schedule, token_budget=16_384, accumulate=accumulate)
+    chosen = {"token_budget": 16_384, "accumulate": accumulate, "strategy": strategy, "schedule": schedule}
+    settled = PlanConfig(**chosen, **(plan or {}))
+    run_dir.mkdir(parents=True, exist_ok=True)
+    if plan is not None:
+        (run_dir / "settings.yaml").write_text(yaml.safe_dump({"plan": settled.model_dump()}))
     plans = [
-        plan_epoch(lengths, eligible, plan, num_anchors=NUM_ANCHORS, block_size=BLOCK, seed=0, epoch=epoch)
+        plan_epoch(lengths, eligible, settled, num_anchors=NUM_ANCHORS, block_size=BLOCK, seed=0, epoch=epoch)
         for epoch in range(epochs)
     ]
     total = sum(plan.num_windows for plan in plans)

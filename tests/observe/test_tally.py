@@ -28,10 +28,15 @@ def test_a_line_over_many_steps_equals_a_recount_of_all_samples():
         own = sum(s.anchors for s in mine)
         assert values[f"loss/bucket_{bucket}"] == pytest.approx(sum(s.loss * s.anchors for s in mine) / own)
         assert values[f"samples/bucket_{bucket}"] == pytest.approx(len(mine) / 7)
-        present = sum(s.anchors for samples in steps if any(s.bucket == bucket for s in samples) for s in samples)
-        assert values[f"weight_share/bucket_{bucket}"] == pytest.approx(own / present)
+        # A share of the whole line, whether or not every step held the bucket.
+        assert values[f"weight_share/bucket_{bucket}"] == pytest.approx(own / anchors)
+        assert weights[f"weight_share/bucket_{bucket}"] == anchors
     tokens = sum(s.length for s in everything)
     assert values["window/mean_length"] == pytest.approx(tokens / len(everything))
+    lengths = np.log2([np.mean([s.length for s in samples]) for samples in steps])
+    sizes = [len({s.bucket for s in samples}) for samples in steps]
+    assert values["window/log2_length"] == pytest.approx(np.average(lengths, weights=sizes))
+    assert values["window/log2_length_squared"] == pytest.approx(np.average(lengths**2, weights=sizes))
     assert values["window/max_length"] == max(s.length for s in everything)
     assert values["real_tokens_per_s"] == pytest.approx(tokens / sum(range(1, 8)))
     assert values["draft_positions_per_s"] == pytest.approx(anchors * 4 / sum(range(1, 8)))

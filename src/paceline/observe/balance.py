@@ -7,7 +7,7 @@ import numpy as np
 from paceline.observe.beside import number
 from paceline.observe.finding import Finding, setting
 from paceline.observe.history import History
-from paceline.observe.jitter import explain_jitter
+from paceline.observe.jitter import LENGTH, explain_jitter
 from paceline.observe.numerals import percent, signed
 
 
@@ -16,35 +16,59 @@ def loss_jitter(run: History) -> list[Finding]:
     found = explain_jitter(run)
     if found is None or not found.notable:
         return []
-    schedule = setting(run, "plan", "schedule")
+    strategy, schedule = setting(run, "plan", "strategy"), setting(run, "plan", "schedule")
     by_length = not found.leader.startswith("tag ")
     kinds = "lengths" if by_length else "tags"
     loss, line = ("step loss", "step") if run.line == "step" else (f"loss of a {run.line}", "line")
     if not by_length:
         advice = "raise plan.accumulate, so that a window spans more kinds of samples"
-    elif schedule == "stratified":
+    elif schedule == "stratified" or strategy in MIXED or run.pooled("window/micro_batches") < 1.01:
         advice = "raise plan.accumulate, so that a window spans more lengths"
     else:
         advice = "plan.schedule: stratified would remove most of it"
+    if found.leader == LENGTH:
+        how = f": the loss moves by {signed(found.slope, 2)} nat as their mean doubles"
+    else:
+        how = (
+            f", chiefly the share of {found.leader} (alone {percent(found.leader_share)}; from none to all of it the "
+            f"loss moves by {signed(found.slope, 2)} nat)"
+        )
     return [
         Finding(
             "loss-jitter",
             "warning",
-            f"{percent(found.explained)} of the variance of the {loss} comes from which {kinds} a {line} holds, "
-            f"chiefly the share of {found.leader} (alone {percent(found.leader_share)}; from none to all of it the "
-            f"loss moves by {signed(found.slope, 2)} nat). "
+            f"{percent(found.explained)} of the variance of the {loss} comes from which {kinds} a {line} holds{how}. "
             f"The loss scatters by ±{percent(found.relative)} around its trend.",
             advice,
         )
     ]
 
 
-MIXED = ("shuffled", "packed")
-"""Strategies whose batches hold all lengths; their bucket is that of the longest sample and says nothing of a step."""
+MIXED = ("shuffled", "packed", "mixed")
+"""Strategies whose batches hold several buckets; theirs is that of the longest sample and says nothing of a step."""
+MAX_SCATTER = 0.7
+"""Deviation of the log2 of the steps' mean lengths, a factor of 1.6, from which on steps hold other lengths each."""
 
 
 def one_sided_steps(run: History) -> list[Finding]:
-    """Steps that saw one bucket only, or chiefly; counted by step, however many steps a line has."""
+    """Steps that saw one bucket only, or chiefly, or lengths of their own; by step, however many steps a line has."""
+    return _of_one_bucket(run) or _of_other_lengths(run)
+
+
+def _of_other_lengths(run: History) -> list[Finding]:
+    """Steps whose samples are far longer, or shorter, than those of others: no matter where the buckets' edges lie."""
+    middle, square = run.pooled("window/log2_length"), run.pooled("window/log2_length_squared")
+    scatter = float(np.sqrt(max(square - middle**2, 0.0)))
+    if not scatter >= MAX_SCATTER:
+        return []
+    text = (
+        f"The mean length of a step's samples changes by a factor of {2**scatter:.1f} from step to step "
+        f"(it is {2**middle:.0f} tokens on the whole): steps do not hold the same lengths."
+    )
+    return [Finding("one-sided-steps", "warning", text, "use plan.schedule: stratified, or raise plan.accumulate")]
+
+
+def _of_one_bucket(run: History) -> list[Finding]:
     buckets = run.numbers("steps_with/bucket_{bucket}")
     strategy = setting(run, "plan", "strategy")
     if len(buckets) < 2 or strategy in MIXED:
@@ -55,16 +79,18 @@ def one_sided_steps(run: History) -> list[Finding]:
     if not whole:
         return []
     of_data = {bucket: count / whole for bucket, count in batches.items()}
-    alone = run.pooled("window/one_bucket")
+    alone, size = run.pooled("window/one_bucket"), run.pooled("window/micro_batches")
+    # A bucket that is nearly all of the data is alone in many steps, however they are composed.
+    by_need = max(1.0 - size * (1.0 - max(of_data.values())), 0.0)
     # A bucket that is half of the data may well be most of a step.
     lopsided = sum(mostly[bucket] for bucket in buckets if of_data[bucket] < 0.5) / steps
-    most = max(buckets, key=lambda bucket: mostly[bucket] * (of_data[bucket] < 0.5 or alone >= 0.1))
+    most = max(buckets, key=lambda bucket: mostly[bucket] * (of_data[bucket] < 0.5 or alone - by_need >= 0.1))
     held = f"A step holds {run.pooled('window/buckets'):.1f} of {len(buckets)} buckets on average."
-    if run.pooled("window/micro_batches") < 1.01 and strategy is not None:
+    if size < 1.01 and strategy is not None:
         text = f"Each step is one micro-batch and so of one length bucket, though there are {len(buckets)} of them."
         return [Finding("one-sided-steps", "warning", text, "raise plan.accumulate")]
     # A tenth of the steps is far beyond the one short window at the end of an epoch.
-    if alone >= 0.1:
+    if alone - by_need >= 0.1:
         what = f"{percent(alone)} of the steps saw samples of one length bucket only"
     elif lopsided >= 0.25:
         what = f"{percent(lopsided)} of the steps drew at least three of four micro-batches from one length bucket"
@@ -114,6 +140,9 @@ def coverage(run: History) -> list[Finding]:
     """Samples of a finished epoch that were never trained."""
     share = run.series("progress/epoch_coverage")
     ends = np.flatnonzero(np.diff(run.epochs) > 0)
+    # The last epoch is whole where the run came to its end and no limit of steps or hours cut it short.
+    if run.status == "finished" and run.settings and setting(run, "train", "max_steps") is None:
+        ends = np.append(ends, run.steps.size - 1)
     shares = share[ends][np.isfinite(share[ends])]
     if not shares.size or shares.min() >= 0.98:
         return []

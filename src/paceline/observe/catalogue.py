@@ -148,6 +148,14 @@ CATALOGUE: tuple[Metric, ...] = (
     ),
     Metric("window/mean_length", "token", "real tokens a sample", _WINDOW, "ratio"),
     Metric("window/max_length", "token", "longest sample", _WINDOW, "max"),
+    Metric("window/log2_length", "1", "log2 of a step's mean length in tokens", "micro-batches, by step", "ratio"),
+    Metric(
+        "window/log2_length_squared",
+        "1",
+        "square of that; less the squared mean: the variance from step to step, inside a line too",
+        "micro-batches, by step",
+        "ratio",
+    ),
     Metric("window/samples_per_micro_batch", "sample", "samples a micro-batch", _WINDOW, "ratio"),
     # By bucket (0 = shortest).
     Metric("loss/bucket_{bucket}", "nat", "loss of one bucket", _BUCKET, "ratio", "lower"),

@@ -33,7 +33,7 @@ from paceline.observe.learning import (
     trends,
 )
 from paceline.observe.numerals import percent, short
-from paceline.observe.spikes import limit_of
+from paceline.observe.spikes import spikes_of
 
 MIN_STEPS = 20
 """Runs of fewer optimizer steps are not judged."""
@@ -99,18 +99,22 @@ def bottleneck(run: History) -> list[Finding]:
 def gradient_spikes(run: History) -> list[Finding]:
     """Steps whose gradient norm stands far above its neighbourhood, with the place in the plan."""
     norm = run.series("gradient/norm_max")
-    good = norm[np.isfinite(norm)]
+    good = np.flatnonzero(np.isfinite(norm))
     if good.size < MIN_LINES:
         return []
-    middle, limit = limit_of(good)
-    spikes = np.flatnonzero(np.isfinite(norm) & (norm > limit))
+    spikes, usual = spikes_of(norm[good])
+    spikes = good[spikes]
     # The first steps have large gradients of their own.
-    spikes = spikes[run.steps[spikes] > max(20, run.total_steps // 20)]
+    late = run.steps[spikes] > max(20, run.total_steps // 20)
+    spikes, usual = spikes[late], usual[late]
     if not spikes.size:
         return []
-    worst = spikes[np.argsort(norm[spikes])[::-1][:5]]
-    places = "; ".join(f"{_place(run, int(i))}: {short(float(norm[i]))}" for i in worst)
-    text = f"{spikes.size} gradient spikes above {short(limit)} (median {short(middle)}): {places}."
+    worst = np.argsort(norm[spikes] / usual)[::-1][:5]
+    places = "; ".join(
+        f"{_place(run, int(spikes[i]))}: {short(float(norm[spikes[i]]))}, usual there {short(float(usual[i]))}"
+        for i in worst
+    )
+    text = f"{spikes.size} gradient spike{'s' * (spikes.size > 1)}: {places}."
     return [Finding("gradient-spikes", "warning", text, "look at the samples of these batches")]
 
 

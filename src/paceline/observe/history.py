@@ -102,7 +102,7 @@ class History:
         """Tags that were told apart, in alphabetical order."""
         return sorted(name.removeprefix(TAG_LOSS) for name in self.values if name.startswith(TAG_LOSS))
 
-    def pooled(self, name: str, part: slice = slice(None)) -> float:
+    def pooled(self, name: str, part: slice | np.ndarray = slice(None)) -> float:
         """One value over many lines, as the catalogue reduces it: Σ numerators / Σ denominators where it is a ratio."""
         values = self.series(name)[part]
         weights = self.weights.get(name)

@@ -14,8 +14,9 @@ from paceline.observe.history import History
 
 MIN_STEPS = 40
 """Fewer lines than this say nothing about jitter."""
-FIRST_SHARE = 0.1
-"""Share of the planned steps, at the start of a run, that is left out."""
+FIRST_SHARE, FIRST_STEPS = 0.1, 500
+"""Share of the planned steps, at the start of a run, that is left out; of a long run, so many steps at most."""
+LENGTH = "mean length"
 MIN_SHARE = 0.3
 """Share of the variance that must be explained before anyone is named."""
 MIN_JITTER = 0.02
@@ -31,9 +32,11 @@ class Jitter:
         deviation: standard deviation of the step loss around its trend, nat.
         relative: the same as a share of the mean loss.
         explained: share of its variance explained by the window's make-up, adjusted for the number of regressors.
-        leader: regressor that alone explains most, such as ``bucket 5`` or ``tag code``; empty where nothing varies.
+        leader: regressor that alone explains most, such as ``bucket 5`` or ``tag code``; ``mean length`` where that
+            explains more than all shares together; empty where nothing varies.
         leader_share: share of the variance that it explains alone.
-        slope: change of the loss in nat from none of the leader to nothing but the leader.
+        slope: change of the loss in nat from none of the leader to nothing but the leader; of the mean length, as it
+            doubles.
     """
 
     steps: int
@@ -59,7 +62,7 @@ def explain_jitter(run: History) -> Jitter | None:
     loss = run.series("loss")
     good = np.isfinite(loss)
     # A new drafter's first steps fall too steeply to say anything about what a step holds.
-    good &= run.steps > FIRST_SHARE * run.total_steps
+    good &= run.steps > min(FIRST_SHARE * run.total_steps, FIRST_STEPS)
     count = int(good.sum())
     if count < MIN_STEPS:
         return None
@@ -74,19 +77,22 @@ def explain_jitter(run: History) -> Jitter | None:
     regressors |= {name: tags[name] for name in ranked[: count // 10]}
     length = run.series("window/mean_length")[good]
     if np.isfinite(length).all() and (length > 0).all():
-        regressors["mean length"] = np.log(length)
+        regressors[LENGTH] = np.log2(length)
     columns = {name: _against_neighbours(column) for name, column in regressors.items()}
     columns = {name: column for name, column in columns.items() if np.std(column) > 1e-9}
     deviation = float(np.std(target) / np.sqrt(1.5))  # white noise becomes noise of 1 + 1/4 + 1/4 times its variance
     relative = deviation / abs(float(np.mean(loss))) if np.mean(loss) else 0.0
     if not columns or deviation == 0:
         return Jitter(count, deviation, relative, 0.0, "", 0.0, 0.0)
-    shares = [column for name, column in columns.items() if name != "mean length"]
+    shares = [name for name in columns if name != LENGTH]
     # The shares of all buckets sum to one (tags' may), so one of them says nothing new; least squares copes with that.
-    explained = _adjusted(np.column_stack(shares or list(columns.values())), target)
-    alone = {name: (_r_squared(column[:, None], target), column) for name, column in columns.items()}
-    leader = max((name for name in alone if name != "mean length" or not shares), key=lambda name: alone[name][0])
-    share, column = alone[leader]
+    explained = _adjusted(np.column_stack([columns[name] for name in shares]), target) if shares else 0.0
+    # Few wide buckets do not tell lengths apart, and of many narrow ones a short run tells nothing; the length does.
+    by_length = _adjusted(columns[LENGTH][:, None], target) if LENGTH in columns else 0.0
+    alone = {name: _r_squared(column[:, None], target) for name, column in columns.items()}
+    by_shares = bool(shares) and (explained >= by_length or LENGTH not in columns)
+    leader = max(shares, key=lambda name: alone[name]) if by_shares else LENGTH
+    explained, share, column = max(explained, by_length), alone[leader], columns[leader]
     slope = float(column @ target / (column @ column))
     return Jitter(count, deviation, relative, max(explained, 0.0), leader, share, slope)
 

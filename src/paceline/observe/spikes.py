@@ -13,6 +13,8 @@ MEMORY_STEPS = 200
 """Recent steps that say what gradient norm is usual."""
 MIN_STEPS = 20
 """Fewer steps than this are not judged."""
+STRETCH, NEIGHBOURS = 10, 25
+"""Norms that are judged together, and those before and behind that say what is usual for them."""
 MAX_SAMPLES = 64
 """Samples that one spike lists."""
 MAX_SPIKES = 100
@@ -28,6 +30,26 @@ def limit_of(norms: np.ndarray) -> tuple[float, float]:
     middle = float(np.median(norms))
     spread = float(np.median(np.abs(norms - middle))) * 1.4826  # the deviation of a normal distribution
     return middle, max(middle + 8 * spread, 3 * middle)
+
+
+def spikes_of(norms: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Which of many norms stand out among their neighbours, for a norm that falls as a run learns has no one level.
+
+    Args:
+        norms: finite, in order, [n].
+
+    Returns:
+        Indices of the spikes, ascending, and the usual norm there.
+    """
+    found: list[np.ndarray] = []
+    usual: list[np.ndarray] = []
+    for start in range(0, norms.size, STRETCH):
+        near = norms[max(start - NEIGHBOURS, 0) : start + STRETCH + NEIGHBOURS]
+        middle, limit = limit_of(near)
+        high = start + np.flatnonzero(norms[start : start + STRETCH] > limit)
+        found.append(high)
+        usual.append(np.full(high.size, middle))
+    return np.concatenate(found), np.concatenate(usual)
 
 
 class SpikeWatch:

@@ -68,11 +68,16 @@ class Tally:
 
     def values(self) -> tuple[dict[str, float], dict[str, float]]:
         """Value by name, and denominator by name for those that are ratios."""
-        values = {name: _divide(total, self._denominators[name]) for name, total in self._numerators.items()}
+        # A bucket or tag that is not in every step still has its share of all of them.
+        whole = self._denominators.get("loss", 0.0)
+        denominators = {
+            name: whole if name.startswith("weight_share/") else weight for name, weight in self._denominators.items()
+        }
+        values = {name: _divide(total, denominators[name]) for name, total in self._numerators.items()}
         values.update({name: total / max(self.steps, 1) for name, total in self._sums.items()})
         values.update(self._maxima)
         values.update(self._last)
-        return values, dict(self._denominators)
+        return values, denominators
 
     def _given(self, name: str, ratio: Ratio) -> None:
         reduction = find(name).reduction
@@ -134,6 +139,11 @@ class Tally:
         if micro_batches > 1 and buckets:
             self._ratio("window/one_bucket", buckets == 1, 1)
         self._ratio("window/mean_length", report.real_tokens, report.samples)
+        if report.samples and report.real_tokens > 0:
+            length = math.log2(report.real_tokens / report.samples)
+            # A short window at the end of an epoch counts as much less as it is shorter.
+            self._ratio("window/log2_length", micro_batches * length, micro_batches)
+            self._ratio("window/log2_length_squared", micro_batches * length**2, micro_batches)
         self._ratio("window/samples_per_micro_batch", report.samples, micro_batches)
         if report.max_length:
             self.gauge("window/max_length", report.max_length)
