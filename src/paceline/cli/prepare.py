@@ -13,6 +13,7 @@ from rich.text import Text
 
 from paceline.cli import frame
 from paceline.config import Settings
+from paceline.errors import ConfigError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -52,6 +53,9 @@ def run(argv: Sequence[str]) -> int:
         "Example: paceline prepare run.yaml --show 2 --data.max_length 2048",
         settings=True,
     )
+    for name, count in (("--show", arguments.show), ("--on-policy", arguments.on_policy)):
+        if count < 0:
+            raise ConfigError(f"prepare: {name} is {count}; it must be 0 or more")
     settings = frame.read_settings(arguments.settings, overrides)
     report = prepare_run(settings, replace=arguments.replace)
     use = use_of(report.store, settings)

@@ -88,6 +88,7 @@ def run(argv: Sequence[str]) -> int:
     )
     if arguments.local == (arguments.endpoint is not None):
         raise ConfigError("regenerate: give either --local or --endpoint URL")
+    _check_numbers(arguments)
     sampling = Sampling(
         arguments.max_new_tokens, arguments.temperature, arguments.top_k, arguments.top_p, arguments.seed
     )
@@ -106,6 +107,24 @@ def run(argv: Sequence[str]) -> int:
     if len(passed_over) > 3:
         frame.stdout.print(f"passed over: {len(passed_over) - 3:,} more rows")
     return 0
+
+
+def _check_numbers(arguments: Arguments) -> None:
+    """Refuse numbers with which nothing can be answered, all at once."""
+    least_one = ("max_new_tokens", "batch_size", "in_flight", "attempts", "max_context")
+    values = [(name, getattr(arguments, name)) for name in least_one]
+    faults = [(name, value, "at least 1") for name, value in values if value is not None and value < 1]
+    if not 0 <= arguments.temperature < float("inf"):
+        faults.append(("temperature", arguments.temperature, "0 or more"))
+    if not 0 < arguments.top_p <= 1:
+        faults.append(("top_p", arguments.top_p, "above 0 and at most 1"))
+    if arguments.top_k < 0:
+        faults.append(("top_k", arguments.top_k, "0 or more"))
+    if not 0 < arguments.timeout_s < float("inf"):
+        faults.append(("timeout_s", arguments.timeout_s, "more than 0"))
+    if faults:
+        named = [(f"--{name.replace('_', '-')}", value, wanted) for name, value, wanted in faults]
+        raise ConfigError(*(f"regenerate: {name} is {value}; it must be {wanted}" for name, value, wanted in named))
 
 
 def _local(arguments: Arguments, sampling: Sampling, passed_over: list[str]) -> dict[str, Any]:

@@ -16,11 +16,12 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 import msgspec
 
-from paceline.contracts import JsonDict, Sampling
+from paceline.contracts import JsonDict
+from paceline.data.protocol import check_completion, request_of
 from paceline.data.regenerate import (
     OpenConversation,
     RegenerateReport,
@@ -29,7 +30,6 @@ from paceline.data.regenerate import (
     fits,
     open_conversations,
     rows_there,
-    template_variables,
     write_row,
 )
 from paceline.errors import DataError
@@ -92,6 +92,18 @@ class _Passing(Exception):
         self.after_s = after_s
 
 
+def _address(url: str) -> SplitResult:
+    """The parts of an address, or one line that it is none."""
+    try:
+        parts = urlsplit(url)
+        usable = parts.scheme in ("http", "https") and bool((parts.hostname or "").encode("idna")) and parts.port != 0
+    except ValueError:
+        usable, parts = False, None
+    if parts is None or not usable:
+        raise DataError(f"{url}: no address of a server; write for example http://localhost:8000/v1")
+    return parts
+
+
 class Client:
     """Sends requests to one server; safe for many threads, each with a connection of its own.
 
@@ -103,9 +115,14 @@ class Client:
     """
 
     def __init__(self, endpoint: Endpoint) -> None:
-        parts = urlsplit(endpoint.url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise DataError(f"{endpoint.url}: no address of a server; write for example http://localhost:8000/v1")
+        parts = _address(endpoint.url)
+        for name, value in (("in_flight", endpoint.in_flight), ("attempts", endpoint.attempts)):
+            if value < 1:
+                raise DataError(f"{name} is {value}; it must be at least 1")
+        if not endpoint.timeout_s > 0:
+            raise DataError(f"timeout_s is {endpoint.timeout_s}; it must be more than 0")
+        if endpoint.key is not None and not (endpoint.key.isascii() and endpoint.key.isprintable()):
+            raise DataError("the server's key holds a line end, or something else that no header can carry")
         self.endpoint = endpoint
         self.stopped = threading.Event()
         self.retries = 0
@@ -123,7 +140,7 @@ class Client:
         if self.endpoint.model:
             return self.endpoint.model
         try:
-            names = [item["id"] for item in self._patiently("GET", "/models", None, 0)["data"]]
+            names = [str(item["id"]) for item in self._patiently("GET", "/models", None, 0)["data"]]
         except _Refused as fault:
             raise DataError(f"{self.endpoint.url}: {fault}; give --model NAME") from fault
         if len(names) != 1:
@@ -179,8 +196,11 @@ class Client:
             self._fail(response, data)
         try:
             found = msgspec.json.decode(data)
-            (found["choices"][0]["message"] if body is not None else found["data"])
-        except (msgspec.DecodeError, KeyError, IndexError, TypeError) as fault:
+            if body is None:
+                _ = [item["id"] for item in found["data"]]
+            else:
+                check_completion(found)
+        except (msgspec.DecodeError, KeyError, IndexError, TypeError, AttributeError) as fault:
             connection.close()
             raise _Passing(f"an answer that is not whole: {data[:80]!r}") from fault
         return found
@@ -189,9 +209,8 @@ class Client:
         said = " ".join(data[:200].decode("utf-8", "replace").split())
         if response.status in _PASSING:
             wish = response.headers.get("Retry-After", "")
-            raise _Passing(
-                f"HTTP {response.status} {said}", float(wish) if wish.replace(".", "", 1).isdigit() else None
-            )
+            known = wish.isascii() and wish.replace(".", "", 1).isdigit()
+            raise _Passing(f"HTTP {response.status} {said}", float(wish) if known else None)
         if response.status in _REFUSED:
             raise _Refused(f"HTTP {response.status} {said}")
         raise DataError(f"{self.endpoint.url}: HTTP {response.status} {said}; check the address, the model and the key")
@@ -327,7 +346,7 @@ def _ask(
                 conversation.too_long()
                 break
         try:
-            choice = client.answer(_request(conversation, settings), key)
+            choice = client.answer(request_of(conversation, settings), key)
             reason = choice.get("finish_reason")
             if reason not in ("stop", "length"):
                 raise _Refused(f"finish_reason {reason!r}")
@@ -338,41 +357,5 @@ def _ask(
         reasoning = message.get("reasoning_content") or message.get("reasoning")
         if reasoning:
             turn["reasoning_content"] = reasoning
-        conversation.answer(turn, int(choice["usage"].get("completion_tokens", 0)), reason)
+        conversation.answer(turn, int(choice["usage"].get("completion_tokens") or 0), reason)
     return conversation
-
-
-def _request(conversation: OpenConversation, settings: RegenerateSettings) -> JsonDict:
-    sampling: Sampling = settings.sampling
-    body: JsonDict = {
-        "model": settings.model,
-        "messages": [_sent(turn, settings) for turn in conversation.said],
-        "max_tokens": sampling.max_new_tokens,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "seed": sampling.seed,
-    }
-    if sampling.top_k:
-        body["top_k"] = sampling.top_k
-    if conversation.extras.get("tools"):
-        body["tools"] = conversation.extras["tools"]
-    if variables := template_variables(conversation, settings):
-        body["chat_template_kwargs"] = variables
-    return body
-
-
-def _sent(turn: JsonDict, settings: RegenerateSettings) -> JsonDict:
-    """A turn as the protocol writes it: arguments of tool calls as JSON text."""
-    keys = ("role", "content", "tool_call_id", "name", *(["reasoning_content"] if settings.send_reasoning else []))
-    sent = {key: turn[key] for key in keys if turn.get(key) is not None}
-    if turn.get("tool_calls"):
-        sent["tool_calls"] = [_sent_call(call) for call in turn["tool_calls"]]
-    return sent
-
-
-def _sent_call(call: Mapping[str, Any]) -> JsonDict:
-    function = call.get("function")
-    if not isinstance(function, Mapping) or isinstance(function.get("arguments"), str):
-        return {"type": "function", **call}
-    arguments = msgspec.json.encode(function.get("arguments") or {}).decode()
-    return {"type": "function", **call, "function": {**function, "arguments": arguments}}

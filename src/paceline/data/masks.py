@@ -236,7 +236,12 @@ def _empty_thought(message: Mapping[str, Any], answer: str) -> int:
         return 0
     own = content.strip()
     follows = answer.startswith(own, found.end()) if own else bool(message.get("tool_calls"))
-    return found.end() if follows else 0
+    if not follows:
+        return 0
+    # White space that the answer itself starts with is the answer's, where the template did not take it away.
+    before = content[: len(content) - len(content.lstrip())]
+    behind_tags = found.group()[len(found.group().rstrip()) :]
+    return found.end() - len(before) if own and behind_tags.endswith(before) else found.end()
 
 
 def _raw_turn(

@@ -12,8 +12,10 @@ import hashlib
 import json
 import multiprocessing
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -30,7 +32,7 @@ from paceline.data.similar import HeldOut, content_hash, prompt_of
 from paceline.data.sources import Piece, Source, find_files, read_piece, scan
 from paceline.data.tokenise import PieceWorker, Tokeniser, finished, start_worker, store_folder, tokenise_piece
 from paceline.data.tokenizer import fingerprint_template, fingerprint_tokenizer, load_tokenizer
-from paceline.errors import DataError
+from paceline.errors import DataError, PacelineError
 
 _SETTINGS = (
     "max_length",
@@ -93,7 +95,7 @@ def prepare(
     held_sources, held_pieces = scan(find_files(settings.heldout, "data.heldout")) if settings.heldout else ([], [])
     ingredients = _ingredients(sources, held_sources, tokenizer, settings)
     fingerprint = hashlib.blake2b(json.dumps(ingredients, sort_keys=True).encode(), digest_size=16).hexdigest()
-    with store_lock(store, lambda: hear("waiting", 0, 1)):
+    with _told(store), store_lock(store, lambda: hear("waiting", 0, 1)):
         if (found := _found_store(store, fingerprint, ingredients, replace=replace)) is not None:
             return found
         aside = store.with_name(f".{store.name}.{fingerprint[:12]}.unfinished")
@@ -147,6 +149,24 @@ def other_target(path: Path, target: Mapping[str, str]) -> str | None:
 
 
 _REMEDY = "give another data.store, or run `paceline prepare --replace`"
+
+
+@contextmanager
+def _told(store: Path) -> Generator[None, None, None]:
+    """One line where the system refuses to read or write, for example because the disk is full."""
+    try:
+        yield
+    except PacelineError:
+        raise
+    except BrokenProcessPool as fault:
+        raise DataError(
+            f"{store}: a process that tokenised was ended from outside, perhaps for its memory; {_GO_ON}"
+        ) from fault
+    except OSError as fault:
+        raise DataError(f"{store}: cannot be made: {fault.strerror or fault}; {_GO_ON}") from fault
+
+
+_GO_ON = "mend that and run the same command to go on with what is missing"
 
 
 def _silence(stage: str, done: int, total: int) -> None:

@@ -127,7 +127,8 @@ def _options(name: str) -> tuple[str, dict[str, Any]]:
 
 def _local_files(path: Path) -> list[Path]:
     if path.is_dir():
-        inside = sorted(file for file in path.rglob("*") if file.suffix in _KINDS and not _is_side_file(file))
+        found = (file for file in path.rglob("*") if file.suffix in _KINDS and not _is_side_file(file))
+        inside = sorted(file for file in found if file.is_file())
         if not inside:
             raise DataError("no .jsonl, .parquet or .arrow file in this folder")
         return inside
@@ -194,13 +195,28 @@ def read_piece(piece: Piece) -> Iterator[tuple[int, Any]]:
 
     Arrow and Parquet give every struct the fields of all rows, null where a row has none. A key that is null there is
     one that the row never had: such keys are dropped, at every depth.
+
+    Raises:
+        DataError: rows of a table that cannot be read.
     """
     if piece.kind == "jsonl":
         yield from _read_lines(piece)
         return
     line = piece.first_line
-    for batch in _batches(piece):
-        for row in batch.to_pylist():
+    batches = _batches(piece)
+    while True:
+        try:
+            batch = next(batches, None)
+            rows = [] if batch is None else batch.to_pylist()
+        except (OSError, pa.ArrowException, ValueError, OverflowError) as fault:
+            said = (str(fault).splitlines() or [type(fault).__name__])[0]
+            raise DataError(
+                f"{piece.path}: row {line} and the rows after it cannot be read as {piece.kind}: {said}; "
+                "write the file again, without the column at fault"
+            ) from fault
+        if batch is None:
+            return
+        for row in rows:
             yield line, _without_nulls(row)
             line += 1
 

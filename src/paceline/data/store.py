@@ -188,13 +188,15 @@ def read_manifest(folder: Path) -> JsonDict:
         manifest: Any = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise DataError(f"{folder}: no tokenised store here; run `paceline prepare` first") from None
-    except (OSError, json.JSONDecodeError) as fault:
+    except (OSError, ValueError) as fault:
         raise DataError(
             f"{file}: cannot be read ({fault}); remove the store and run `paceline prepare` again"
         ) from fault
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         found = manifest.get("format") if isinstance(manifest, dict) else None
         raise DataError(f"{file}: store format {found}, this paceline reads {FORMAT}; prepare the data again")
+    if missing := [key for key in ("fingerprint", "ingredients", "sources", "report") if key not in manifest]:
+        raise DataError(f"{file}: cannot be read (no {missing[0]}); remove the store and run `paceline prepare` again")
     return manifest
 
 
