@@ -212,9 +212,10 @@ def _observer(run: Composition, first: StepOrder, console: Console | None) -> Ob
     plan = run.plan_of(first.epoch)
     header = {
         **rundir.read_run_facts(run.run_dir),
-        "samples_per_epoch": plan.num_samples,
         "bucket_edges": plan.edges.tolist(),
     }
+    if run.settings.plan.leftover != "carry":  # an epoch that hands samples on to the next has a size of its own
+        header["samples_per_epoch"] = plan.num_samples
     return open_observer(
         run.settings.observe,
         run.run_dir,

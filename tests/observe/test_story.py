@@ -32,7 +32,7 @@ def skewed_chats(demo_assets: Path, tmp_path_factory: pytest.TempPathFactory) ->
     return path
 
 
-def trained(folder: Path, assets: Path, chats: Path, **plan: Any) -> History:
+def trained(folder: Path, assets: Path, chats: Path, steps: int = STEPS, **plan: Any) -> History:
     """A real run of a tiny drafter on the embedded target, one process."""
     folder.mkdir(exist_ok=True)
     settings = {
@@ -42,7 +42,7 @@ def trained(folder: Path, assets: Path, chats: Path, **plan: Any) -> History:
         "plan": {"token_budget": 640, "width_multiple": 16, "accumulate": 2, "max_samples": 8, **plan},
         "drafter": {"num_layers": 1, "block_size": 4, "num_anchors": 24, "dtype": "float32"},
         "optimizer": {"name": "muon", "lr": 0.02},
-        "train": {"epochs": 20, "max_steps": STEPS},
+        "train": {"epochs": 20, "max_steps": steps},
         "flow": {"mode": "inline", "delivery": "ordered"},
         "checkpoint": {"every_steps": 1000},
         "observe": {"console": "quiet", "diagnose_every_steps": 0},
@@ -72,3 +72,13 @@ def test_the_diagnosis_names_the_plan_that_hides_lengths_and_is_silent_after(
     assert ratio > 2
     page = write_report(hidden.run_dir).read_text(encoding="utf-8")
     assert "of the variance of the step loss" in page
+
+
+def test_an_epoch_that_carries_samples_over_has_no_coverage(
+    demo_assets: Path, skewed_chats: Path, tmp_path: Path
+) -> None:
+    """Its size is its own: measured by that of another, a whole epoch would look cut."""
+    carried = trained(tmp_path / "carry", demo_assets, skewed_chats, steps=2, leftover="carry")
+    assert carried.steps.tolist() == [1, 2] and "progress/epoch_coverage" not in carried.values
+    whole = trained(tmp_path / "short", demo_assets, skewed_chats, steps=2)
+    assert 0 < whole.series("progress/epoch_coverage")[-1] < 1

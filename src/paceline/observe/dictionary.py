@@ -32,6 +32,8 @@ _READING = """## How to read them
   that its shares sum to less than one. Judge a stage by the middle of a run, not by its last steps.
 - **After a kill.** A run that was killed between a checkpoint and its line goes on without the metrics of those steps;
   a note says which. `progress/epoch_samples` and `progress/epoch_coverage` are then left out up to the next epoch.
+- **Samples carried over.** With `plan.leftover: carry` every epoch has a size of its own, and
+  `progress/epoch_coverage` is not logged.
 - **`dropped_lines`** in the `closed` event counts what a mirror's queue lost, and what came after the mirror failed. It
   can undercount: lines that a mirror had taken but not delivered when it was left behind or its process died, and lines
   that still waited when it did not finish in time, are not in it. `metrics.jsonl` has them all.
