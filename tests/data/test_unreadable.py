@@ -189,3 +189,16 @@ def test_numbers_that_mean_nothing_are_refused_before_any_work(
 ) -> None:
     assert main(words.split()) == 2
     assert said in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_file_that_changes_while_it_is_read_makes_no_store(chatml: str, tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps(ROW) + "\n", encoding="utf-8")
+
+    def rewrite(stage: str, done: int, _: int) -> None:
+        if stage == "tokenising" and done == 0:
+            file.write_text(json.dumps(ROW).replace("Hello", "Other") + "\n\n", encoding="utf-8")
+
+    with pytest.raises(DataError, match=r"rows\.jsonl: changed while it was read"):
+        prepare([str(file)], tmp_path / "s", chatml, DataConfig(), count_eligible=count_eligible, progress=rewrite)
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]

@@ -12,6 +12,7 @@ import hashlib
 import json
 import multiprocessing
 import os
+import shutil
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -29,7 +30,7 @@ from paceline.data.finish import finish, sweep
 from paceline.data.lock import store_lock
 from paceline.data.report import PrepareReport
 from paceline.data.similar import HeldOut, content_hash, prompt_of
-from paceline.data.sources import Piece, Source, find_files, read_piece, scan
+from paceline.data.sources import Named, Piece, Source, find_files, read_piece, scan
 from paceline.data.tokenise import PieceWorker, Tokeniser, finished, start_worker, store_folder, tokenise_piece
 from paceline.data.tokenizer import fingerprint_template, fingerprint_tokenizer, load_tokenizer
 from paceline.errors import DataError, PacelineError
@@ -91,6 +92,7 @@ def prepare(
     paths = find_files(files)
     tokenizer = load_tokenizer(tokenizer_path, trust_remote_code)
     hear = progress or _silence
+    before = _stamps(paths)
     sources, pieces = scan(paths, lambda done, total: hear("reading", done, total))
     held_sources, held_pieces = scan(find_files(settings.heldout, "data.heldout")) if settings.heldout else ([], [])
     ingredients = _ingredients(sources, held_sources, tokenizer, settings)
@@ -104,6 +106,12 @@ def prepare(
         heldout, warnings = _held_out(held_sources, held_pieces, tokeniser)
         worker = PieceWorker(tokenizer_path, trust_remote_code, settings, count_eligible, str(aside), heldout)
         _tokenise_all(pieces, worker, settings.workers, aside, hear)
+        if changed := [
+            named.path for named, *stamps in zip(paths, before, _stamps(paths), strict=True) if stamps[0] != stamps[1]
+        ]:
+            # Some of its parts may be of other bytes than the fingerprint says.
+            shutil.rmtree(aside)
+            raise DataError(f"{changed[0]}: changed while it was read; run the same command when it is complete")
         return finish(
             aside,
             store,
@@ -167,6 +175,11 @@ def _told(store: Path) -> Generator[None, None, None]:
 
 
 _GO_ON = "mend that and run the same command to go on with what is missing"
+
+
+def _stamps(files: Sequence[Named]) -> list[tuple[int, int]]:
+    """Size and time of the last change of each file."""
+    return [(found.st_size, found.st_mtime_ns) for found in (named.path.stat() for named in files)]
 
 
 def _silence(stage: str, done: int, total: int) -> None:
