@@ -16,7 +16,7 @@ from transformers.models.auto import modeling_auto as auto
 from paceline.target.ends import model_class
 
 LAYERS, HIDDEN, VOCAB = 4, 32, 97
-MAX_PARAMETERS = 30_000_000
+MAX_PARAMETERS = 160_000_000
 
 SMALL: dict[str, Any] = {
     **dict.fromkeys(

@@ -11,6 +11,7 @@ import torch
 from paceline.config import TargetConfig
 from paceline.errors import TargetError
 from paceline.target.load import load_embedding_and_head, load_target
+from tiny_architectures import build, tiny_config
 from tiny_targets import save_tiny
 
 IDS = torch.tensor([[5, 9, 3, 44, 17]])
@@ -39,6 +40,14 @@ def test_embedding_is_what_layer_zero_sees(tmp_path, model_type):
     assert torch.equal(embedding[IDS[0]], seen[0][0])
     assert torch.equal(target.embedding, embedding) and torch.equal(target.head, head)
     torch.testing.assert_close(outputs[0][0] @ head.T, outputs[0][1])
+
+
+def test_an_embedding_of_its_own_kind_is_read_as_it_is_stored(tmp_path):
+    """A weightless norm sits in this one's embedding module, whose weight initialising would overwrite."""
+    build(tiny_config("muse_glimmer")).save_pretrained(str(tmp_path))
+    embedding, head = load_embedding_and_head(str(tmp_path))
+    target = load_target(TargetConfig(path=str(tmp_path), dtype="float32"), [0])
+    assert torch.equal(embedding, target.embedding) and torch.equal(head, target.head)
 
 
 def test_tied_head_is_the_embedding(llama):

@@ -40,7 +40,7 @@ FAST = [
 STREAMS = "its layers pass on four hidden states a token (hyper-connections)"
 DRAFTER = "a drafter itself: runs on the keys and values of another model only"
 BY_TYPE = {
-    **dict.fromkeys(("deepseek_v4", "hy_v4", "hy_v4_vl", "qwen4_exp", "qwen4_exp_text"), STREAMS),
+    **dict.fromkeys(("deepseek_v4", "glm5_next", "hy_v4", "hy_v4_vl", "qwen4_exp", "qwen4_exp_text"), STREAMS),
     "gemma3n_text": "its layers pass on four hidden states a token (AltUp)",
     **dict.fromkeys(("dory", "hrm_text"), "runs each layer several times over, so that no id names one output"),
     "cpmant": "puts prompt tokens of its own before the text",

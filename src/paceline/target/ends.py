@@ -201,10 +201,11 @@ def _fill(model: Any, embedding: Any, head: Any, layers: list[nn.Module], weight
             if buffer.is_meta:
                 setattr(module, key, torch.zeros(buffer.shape, dtype=buffer.dtype))
         if module is not embedding or type(embedding) is not nn.Embedding:
-            kept = module.weight if module is embedding else None
+            if module is embedding:
+                module.weight = nn.Parameter(weight.clone(), requires_grad=False)  # initialising writes in place
             with torch.random.fork_rng(devices=[]):
                 model._init_weights(module)
-            if kept is not None:
+            if module is embedding:
                 module.weight = nn.Parameter(weight, requires_grad=False)
 
 
