@@ -112,7 +112,7 @@ def against_published(
     if not python.is_file():
         console.print(f"published dflash: left out, {python} is missing; make it with scripts/oracle_env.py")
         return
-    command = [str(python), str(Path(__file__).with_name("published_decode.py")), *map(str, folders)]
+    command = [str(python), str(ROOT / "benchmarks" / "peers" / "published_decode.py"), *map(str, folders)]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     ) as peer:
@@ -183,7 +183,8 @@ def together(console: Console, target: Target, network: Drafter, prompt: list[in
 
 def trees(console: Console, vocabulary: int) -> None:
     """Cost of building draft trees."""
-    table = Table("logits", "nodes", "build, ms", "of which candidates", "mask, ms", title=f"vocabulary {vocabulary:,}")
+    title = f"vocabulary {vocabulary:,}; ms, median (fastest)"
+    table = Table("logits", "nodes", "build", "of which candidates", "mask", title=title)
     source = torch.Generator().manual_seed(0)
     flat = torch.randn(15, vocabulary, generator=source) * 3
     peaked = flat.clone()
@@ -194,9 +195,9 @@ def trees(console: Console, vocabulary: int) -> None:
             depth = int(tree.depths.max())
             build = median_ms(functools.partial(build_tree, logits, budget))
             found = median_ms(functools.partial(candidates, logits, budget, depth))
-            table.add_row(name, str(budget), f"{build:.2f}", f"{found:.2f}", f"{median_ms(tree.visible):.3f}")
+            table.add_row(name, str(budget), build, found, median_ms(tree.visible))
     console.print(table)
-    console.print(f"reading the logits once (their maximum): {median_ms(functools.partial(torch.amax, flat)):.2f} ms")
+    console.print(f"reading the logits once (their maximum): {median_ms(functools.partial(torch.amax, flat))} ms")
 
 
 def candidates(logits: torch.Tensor, budget: int, depth: int) -> None:
@@ -220,14 +221,14 @@ def clocked(function: Callable[..., Any], total: dict[str, float], name: str) ->
     return call
 
 
-def median_ms(call: Callable[[], Any], repeats: int = 25) -> float:
-    """Median wall time of a call, in milliseconds."""
+def median_ms(call: Callable[[], Any], repeats: int = 51) -> str:
+    """Median and shortest wall time of a call, in milliseconds."""
     times = []
     for _ in range(repeats):
         started = time.perf_counter()
         call()
-        times.append(time.perf_counter() - started)
-    return 1e3 * statistics.median(times)
+        times.append(1e3 * (time.perf_counter() - started))
+    return f"{statistics.median(times):.2f} ({min(times):.2f})"
 
 
 if __name__ == "__main__":
