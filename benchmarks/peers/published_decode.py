@@ -1,4 +1,4 @@
-"""Runs in the oracle environment, for `benchmarks/decode.py`: the published `dflash` answers prompts when it is told to.
+"""Runs in the oracle environment, for `benchmarks/decode.py`: the published `dflash` answers prompts when told to.
 
 Usage: python published_decode.py TARGET DRAFTER. Each line of standard input is {"prompt": ids, "tokens": N}; each line
 of standard output {"ids": new ids, "passes": P, "seconds": wall time, "busy": processor time}, the prompt included.
