@@ -87,3 +87,22 @@ def test_errors_pickle_with_their_faults() -> None:
         if isinstance(kind, type) and issubclass(kind, errors.PacelineError):
             again = pickle.loads(pickle.dumps(kind("a", "b")))
             assert type(again) is kind and again.faults == ("a", "b") and again.exit_code == kind.exit_code
+
+
+def test_a_fault_of_the_place_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    def full(argv: object) -> int:
+        raise OSError(28, "No space left on device", "runs/first/metrics.jsonl")
+
+    assert frame.guarded(full, []) == 1
+    said = capsys.readouterr().err.splitlines()
+    assert said == [
+        "error: runs/first/metrics.jsonl: No space left on device; mend it and run the command again",
+    ]
+
+
+def test_control_characters_of_data_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    def binary(argv: object) -> int:
+        raise ConfigError("bin.jsonl:1: \x1b[2Jnot \x00 JSON, naïve 中文 🙂")
+
+    assert frame.guarded(binary, []) == 2
+    assert capsys.readouterr().err == "error: bin.jsonl:1: \\x1b[2Jnot \\x00 JSON, naïve 中文 🙂\n"

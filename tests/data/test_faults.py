@@ -20,6 +20,7 @@ from paceline.data.masks import samples_of
 from paceline.data.prepare import prepare
 from paceline.data.rendering import Encoder, Renderer
 from paceline.data.report import PrepareReport
+from paceline.data.sources import find_files
 from paceline.data.store import open_store
 from paceline.data.tokenizer import load_tokenizer
 from paceline.drafter.anchors import count_eligible
@@ -133,6 +134,16 @@ def test_nulls_of_other_rows_do_not_reach_the_template(
         one, other = open_store(tmp_path / "lines"), open_store(tmp_path / f"store of {name}")
         texts = [[load_tokenizer(folder).decode(store.read([k])[0][0]) for k in (0, 1)] for store in (one, other)]
         assert "null" not in str(texts) and texts[0] == texts[1]
+
+
+def test_a_folder_of_several_splits_is_refused(tmp_path: Path) -> None:
+    from datasets import Dataset, DatasetDict
+
+    splits = {name: Dataset.from_list([chat("Hi", "Hello there.")]) for name in ("train", "test")}
+    DatasetDict(splits).save_to_disk(tmp_path / "set")
+    with pytest.raises(DataError, match="name the folder of one split"):
+        find_files([str(tmp_path / "set")])
+    assert len(find_files([str(tmp_path / "set" / "train")])) == 1
 
 
 def test_lines_nested_too_deeply_are_set_aside(tmp_path: Path, family_folder: Folder, write_rows: Write) -> None:

@@ -243,6 +243,14 @@ def test_a_question_that_does_not_fit_goes_with_its_tool_turns(tmp_path):
     assert [turn["content"] for turn in read(tmp_path / "out.jsonl")[0]["messages"]] == ["b", "B"]
 
 
+def test_questions_too_long_for_a_smaller_context_are_not_taken_for_answered(tmp_path):
+    output = tmp_path / "out.jsonl"
+    small = RegenerateSettings(GREEDY, max_context_tokens=1)
+    assert regenerate([row("a")], Echo(), TOKENIZER, small, output).written == 0
+    with pytest.raises(DataError, match="max_context_tokens 1 there, None asked"):
+        regenerate([row("a")], Echo(), TOKENIZER, RegenerateSettings(GREEDY), output)
+
+
 def test_a_row_sets_its_own_template_variables(tmp_path):
     target = Echo()
     settings = RegenerateSettings(GREEDY, template={"hint": "!"})

@@ -108,7 +108,7 @@ def guarded(command: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int
         return command(argv)
     except PacelineError as fault:
         for line in fault.faults:
-            stderr.print(f"[bold red]error:[/] {escape(line)}")
+            show_fault(line)
         return fault.exit_code
     except KeyboardInterrupt:
         stderr.print("[bold yellow]interrupted[/]; what was finished is kept, run the same command to go on")
@@ -116,3 +116,14 @@ def guarded(command: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int
     except BrokenPipeError:
         sys.stderr.close()
         return 1
+    except OSError as fault:
+        # Disks, permissions, networks: faults of the place, not of the code.
+        where, what = fault.filename or "input or output", fault.strerror or fault
+        show_fault(f"{where}: {what}; mend it and run the command again")
+        return 1
+
+
+def show_fault(line: str) -> None:
+    """One fault as one line; control characters, which data may bring in, are shown instead of sent."""
+    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
+    stderr.print(f"[bold red]error:[/] {escape(shown)}")

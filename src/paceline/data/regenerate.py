@@ -74,7 +74,12 @@ class RegenerateSettings:
 
     def answered_by(self) -> JsonDict:
         """What every row of one output has in common, as it stands in each."""
-        return {"sampling": asdict(self.sampling), "model": self.model, "template": dict(self.template)}
+        return {
+            "sampling": asdict(self.sampling),
+            "max_context_tokens": self.max_context_tokens,
+            "model": self.model,
+            "template": dict(self.template),
+        }
 
 
 @dataclass(frozen=True, slots=True)

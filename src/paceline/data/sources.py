@@ -127,6 +127,8 @@ def _options(name: str) -> tuple[str, dict[str, Any]]:
 
 def _local_files(path: Path) -> list[Path]:
     if path.is_dir():
+        if (path / "dataset_dict.json").is_file():
+            raise DataError("holds the splits of a data set, held-out ones among them; name the folder of one split")
         found = (file for file in path.rglob("*") if file.suffix in _KINDS and not _is_side_file(file))
         inside = sorted(file for file in found if file.is_file())
         if not inside:
