@@ -35,7 +35,7 @@ from paceline.flow.hub import Hub
 from paceline.flow.machines import GroupPlace, meeting_prefix
 from paceline.flow.messages import StepOrder
 from paceline.flow.prefetch import Prefetcher
-from paceline.flow.profile import PROFILE_FILE, StepProfile
+from paceline.flow.profile import PROFILE_FILE, StepProfile, clear_profile
 from paceline.flow.share import Share
 from paceline.flow.stop import StopRequest
 from paceline.flow.witness import Elsewhere, PeakMemory
@@ -181,7 +181,7 @@ def train(run: Composition, *, notice: Callable[[str], None], console: Console |
     last, status = run.first_step, "failed: unforeseen"
     profile = run.run_dir / PROFILE_FILE
     if run.machines.first:
-        profile.unlink(missing_ok=True)
+        clear_profile(run.settings.observe.profile_steps, profile, run.first_step)
     try:
         _tell_of_checkpoints(run, observer)
         account = Account(run)

@@ -248,7 +248,7 @@ def test_spike_events_of_the_wrong_kind_do_no_harm(make_run: MakeRun) -> None:
         event = {"kind": "event", "step": 50, "time": 1.0, "event": "gradient-spike", "fields": fields}
         (run_dir / "metrics.jsonl").write_text(before + json.dumps(event) + "\n")
         texts = [finding.text for finding in diagnose(read_history(run_dir)) if finding.key == "gradient-spikes"]
-        assert texts[0].startswith("1 gradient spikes above")
+        assert texts[0].startswith("1 gradient spike: step 50")
     page_of(run_dir)
 
 
@@ -291,3 +291,41 @@ def test_a_step_line_that_lacks_something_is_one_clear_line_on_resume(make_run: 
         MetricsFile(path, 2)
     assert path.read_bytes() == before
     assert len(read_lines(path)[1]) == 1
+
+
+@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize("name", ["metrics.jsonl", "settings.yaml"])
+def test_a_report_is_never_written_over_what_is_no_page(make_run: MakeRun, name: str, several: bool) -> None:
+    run_dir = make_run(steps=25)
+    before = (run_dir / name).read_bytes()
+    with pytest.raises(
+        RunDirectoryError, match=f"{name}: is no page of paceline and would be lost; give another --out"
+    ):
+        write_comparison([run_dir, run_dir], run_dir / name) if several else write_report(run_dir, run_dir / name)
+    assert (run_dir / name).read_bytes() == before
+    page = write_report(run_dir, run_dir / "page.html")
+    assert write_report(run_dir, page) == page  # its own page is renewed
+
+
+@pytest.mark.parametrize("text", ["plan: &p\n  x: *p\n", "- &a\n  - {b: [*a]}\n", "a: &a {b: &b {c: *a}}\n"])
+def test_settings_that_hold_themselves_are_left_out(make_run: MakeRun, text: str) -> None:
+    run_dir = make_run(steps=25)
+    (run_dir / "settings.yaml").write_text(text)
+    assert "settings.yaml has a part that holds itself and is left out" in page_of(run_dir)
+
+
+def test_settings_may_share_a_part(make_run: MakeRun) -> None:
+    run_dir = make_run(steps=25)
+    (run_dir / "settings.yaml").write_text(
+        "plan: &p {strategy: grid, more: &m [1]}\ntrain: {a: *p, b: *p, c: [*m, *m]}\n"
+    )
+    assert read_history(run_dir).settings["train"]["b"] == {"strategy": "grid", "more": [1]}
+
+
+def test_lines_that_repeat_steps_count_once(make_run: MakeRun) -> None:
+    run_dir = make_run(steps=25)
+    path = run_dir / "metrics.jsonl"
+    path.write_bytes(path.read_bytes() * 2)
+    run = read_history(run_dir)
+    assert run.steps.tolist() == list(range(1, 26))
+    assert "25 lines repeat steps that earlier lines cover, and are left out" in run.notes

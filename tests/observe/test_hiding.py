@@ -19,6 +19,7 @@ from paceline.config import ObserveConfig
 from paceline.contracts import Ratio, StepReport
 from paceline.observe.diagnosis import diagnose
 from paceline.observe.history import read_history
+from paceline.observe.lines import EventLine, read_lines
 from paceline.observe.observer import open_observer
 from paceline.observe.spikes import spikes_of
 
@@ -151,3 +152,14 @@ def test_the_last_epoch_is_judged_where_it_is_whole(tmp_path: Path, train: dict[
     path.write_text(path.read_text().replace('"progress/epoch_samples":720.0', '"progress/epoch_coverage":0.6'))
     assert '"progress/epoch_coverage":0.6' in path.read_text()
     assert ("coverage" in warnings_of(run_dir)) == warned
+
+
+def test_a_short_run_is_looked_at_before_it_ends(tmp_path: Path) -> None:
+    """And a long one once more, for what came after the last look."""
+    observer = open_observer(ObserveConfig(console="quiet"), tmp_path, total_steps=60, header={})
+    for report in plain(60):
+        observer.step(replace(report, skipped=report.step == 50))
+    observer.close()
+    lines = read_lines(tmp_path / "metrics.jsonl")[0]
+    told = [line.fields["text"] for line in lines if isinstance(line, EventLine) and line.event == "warning"]
+    assert any("1 step was skipped" in text for text in told)

@@ -7,6 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from paceline.flow.profile import clear_profile
+
 PROGRAM = """
 import os, sys
 from pathlib import Path
@@ -32,3 +36,16 @@ def test_a_profile_opens_and_only_the_profilers_marks_are_kept_from_the_terminal
     )
     assert done.stderr == "an error of somebody\nafter\n"
     assert any("mm" in event.get("name", "") for event in json.loads(path.read_text())["traceEvents"])
+
+
+@pytest.mark.parametrize(
+    ("steps", "first_step", "kept"), [([35, 36], 40, True), ([35, 36], 20, False), (None, 40, False)]
+)
+def test_going_on_behind_the_profiled_steps_keeps_their_profile(
+    tmp_path: Path, steps: list[int] | None, first_step: int, kept: bool
+) -> None:
+    path = tmp_path / "profile.json"
+    clear_profile(steps, path, first_step)  # nothing there is no fault
+    path.write_text("{}")
+    clear_profile(steps, path, first_step)
+    assert path.exists() == kept

@@ -15,6 +15,18 @@ from torch.profiler import ProfilerActivity, profile
 PROFILE_FILE = "profile.json"
 
 
+def clear_profile(steps: Sequence[int] | None, path: Path, first_step: int) -> None:
+    """Remove the profile of an earlier start, unless its steps are over: they will not be taken again.
+
+    Args:
+        steps: [first, last] optimizer step to profile, if any.
+        path: the file.
+        first_step: step that the run goes on from.
+    """
+    if steps is None or first_step < steps[1]:
+        path.unlink(missing_ok=True)
+
+
 class StepProfile:
     """Profiles the steps ``first`` to ``last`` and writes a file that ui.perfetto.dev opens.
 

@@ -81,10 +81,30 @@ def read_mapping(path: Path, parse: Callable[[str], Any], notes: list[str], *, e
     if value is None or value == {}:
         notes.append(f"{path.name} is empty: {empty}")
         return {}
+    if _holds_itself(value):
+        notes.append(f"{path.name} has a part that holds itself and is left out")
+        return {}
     if not isinstance(value, dict):
         notes.append(f"{path.name} holds a {type(value).__name__} where a mapping belongs")
         return {}
     return value
+
+
+def _holds_itself(value: Any) -> bool:
+    """Whether a list or mapping is inside itself, as YAML's anchors allow."""
+    done: set[int] = set()
+    stack: list[tuple[Any, frozenset[int]]] = [(value, frozenset())]
+    while stack:
+        inner, around = stack.pop()
+        if not isinstance(inner, (dict, list)) or id(inner) in done:
+            continue
+        around |= {id(inner)}
+        children = list(inner.values()) if isinstance(inner, dict) else inner
+        if any(id(child) in around for child in children):
+            return True
+        done.add(id(inner))
+        stack += [(child, around) for child in children]
+    return False
 
 
 def shortened(text: str, most: int) -> str:

@@ -9,13 +9,24 @@ from typing import Any
 import numpy as np
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from paceline.errors import RunDirectoryError
 from paceline.observe.beside import shortened
 from paceline.observe.diagnosis import diagnose
 from paceline.observe.history import History, read_history
 from paceline.observe.jitter import explain_jitter
 from paceline.observe.numerals import duration, percent, short
-from paceline.observe.page import MAX_CELL, MAX_ROWS, Html, element, figure, fitted, flat, joined, table
+from paceline.observe.page import (
+    MAX_CELL,
+    MAX_ROWS,
+    Html,
+    check_place,
+    element,
+    figure,
+    fitted,
+    flat,
+    joined,
+    save,
+    table,
+)
 from paceline.observe.plots import decoded_tau, last_tenth, tick
 from paceline.observe.svg import DASHES, condensed, drawing, label_ends, series_colour, smoothed, to_svg
 
@@ -42,16 +53,10 @@ def write_comparison(run_dirs: Sequence[Path], out: Path) -> Path:
         The file.
 
     Raises:
-        RunDirectoryError: one of them is no run, or the file cannot be written.
+        RunDirectoryError: one of them is no run, or the file cannot be written or is no page.
     """
-    text = render_comparison([read_history(run_dir) for run_dir in run_dirs])
-    aside = out.with_name(out.name + ".part")
-    try:
-        aside.write_text(text, encoding="utf-8")
-        aside.replace(out)
-    except OSError as fault:
-        raise RunDirectoryError(f"{out}: cannot be written ({fault.strerror}); give another --out") from fault
-    return out
+    check_place(out)
+    return save(render_comparison([read_history(run_dir) for run_dir in run_dirs]), out)
 
 
 def render_comparison(runs: Sequence[History]) -> str:

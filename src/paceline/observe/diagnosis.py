@@ -150,13 +150,14 @@ def skipped_steps(run: History) -> list[Finding]:
     skipped = float(np.sum(run.counts("gradient/skipped") * run.spans))
     if not skipped:
         return []
+    count = f"{skipped:.0f} {'steps were' if skipped > 1.5 else 'step was'}"
     first = int(np.flatnonzero(run.counts("gradient/skipped") > 0)[0])
     where = ranges(list(range(run.steps[first] - run.spans[first] + 1, run.steps[first] + 1)))
     return [
         Finding(
             "skipped-steps",
             "warning",
-            f"{skipped:.0f} steps were skipped for a gradient that is not finite, first at step {where}.",
+            f"{count} skipped for a gradient that is not finite, first at step {where}.",
             "lower optimizer.lr or look at the samples of that step",
         )
     ]

@@ -148,7 +148,7 @@ def assemble(
     """A history from lines of metrics and what stands beside them; ``notes`` is added to."""
     lines = list(lines)
     headers = [line for line in lines if isinstance(line, HeaderLine)]
-    steps = [line for line in lines if isinstance(line, StepLine)]
+    steps = _ascending([line for line in lines if isinstance(line, StepLine)], notes)
     formats = {line.format for line in headers}
     if steps and not headers:
         notes.append(f"{METRICS_FILE} has no header line: what was planned is unknown")
@@ -180,6 +180,17 @@ def assemble(
         evaluations=evaluations,
         notes=notes,
     )
+
+
+def _ascending(lines: list[StepLine], notes: list[str]) -> list[StepLine]:
+    """The lines without those whose steps earlier ones cover; no run writes such, a file put together may hold them."""
+    kept: list[StepLine] = []
+    for line in lines:
+        if not kept or line.step - line.steps >= kept[-1].step:
+            kept.append(line)
+    if len(kept) < len(lines):
+        notes.append(f"{len(lines) - len(kept)} lines repeat steps that earlier lines cover, and are left out")
+    return kept
 
 
 def _gaps(lines: list[StepLine]) -> list[str]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import html
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from paceline.errors import RunDirectoryError
 from paceline.observe.beside import shortened
 
 MAX_BYTES = 2_900_000
@@ -98,6 +100,36 @@ def fitted(title: str, parts: Sequence[tuple[str, str, Html]], *, ramp: int, lim
         shown[largest] = (key, name, element("p", f"This part is left out, it is too large ({size})."))
 
 
+def check_place(path: Path) -> None:
+    """Whether a page may be written there: what is no page, such as a run's metrics, is never written over.
+
+    Raises:
+        RunDirectoryError: another file is there.
+    """
+    try:
+        with path.open("rb") as stream:
+            start = stream.read(len(_FIRST)) if path.is_file() else _FIRST
+    except OSError:
+        return  # nothing is there, or writing will say why it cannot be
+    if start.lower() not in (_FIRST, b""):
+        raise RunDirectoryError(f"{path}: is no page of paceline and would be lost; give another --out")
+
+
+def save(text: str, path: Path) -> Path:
+    """Write a page, whole or not at all.
+
+    Raises:
+        RunDirectoryError: it cannot be written.
+    """
+    aside = path.with_name(path.name + ".part")
+    try:
+        aside.write_text(text, encoding="utf-8")
+        aside.replace(path)
+    except OSError as fault:
+        raise RunDirectoryError(f"{path}: cannot be written ({fault.strerror}); give another --out") from fault
+    return path
+
+
 def page(title: str, contents: Sequence[tuple[str, str]], body: Iterable[Any], ramp: int) -> str:
     """The whole document.
 
@@ -131,6 +163,7 @@ def flat(value: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, str]
             yield name, "–" if inner is None else str(inner)
 
 
+_FIRST = b"<!doctype html>"
 _LIGHT_RAMP = ((84, 144, 220), (9, 34, 76))
 _DARK_RAMP = ((78, 136, 216), (222, 236, 255))
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from paceline.errors import RunDirectoryError
 from paceline.observe import plots
 from paceline.observe.beside import shortened, whole_numbers
 from paceline.observe.data_section import prepared_data
@@ -17,7 +16,7 @@ from paceline.observe.decoding import decoded_slots, decoding
 from paceline.observe.diagnosis import Finding, diagnose
 from paceline.observe.history import History, read_history
 from paceline.observe.numerals import duration, percent, short
-from paceline.observe.page import Html, element, figure, fitted, joined, nested, table, tiles
+from paceline.observe.page import Html, check_place, element, figure, fitted, joined, nested, save, table, tiles
 from paceline.observe.svg import MAX_BUCKET
 
 REPORT_FILE = "report.html"
@@ -44,17 +43,11 @@ def write_report(run_dir: Path, out: Path | None = None) -> Path:
         The file.
 
     Raises:
-        RunDirectoryError: no run in there, or the file cannot be written.
+        RunDirectoryError: no run in there, or the file cannot be written or is no page.
     """
-    text = render(read_history(run_dir))
     path = out if out is not None else run_dir / REPORT_FILE
-    aside = path.with_name(path.name + ".part")
-    try:
-        aside.write_text(text, encoding="utf-8")
-        aside.replace(path)
-    except OSError as fault:
-        raise RunDirectoryError(f"{path}: cannot be written ({fault.strerror}); give another --out") from fault
-    return path
+    check_place(path)
+    return save(render(read_history(run_dir)), path)
 
 
 def render(run: History) -> str:

@@ -45,7 +45,7 @@ class Watch:
         if not self._every_steps:
             return []
         self._lines.append(line)
-        if line.step < self._next:
+        if line.step < self._next and line.step < self._header.total_steps:  # the last step is always a look
             return []
         self._next = line.step + self._every_steps
         settings = read_settings(self._run_dir, [])
