@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import threading
 
 import numpy as np
@@ -13,6 +14,7 @@ from paceline.observe.history import read_history
 from paceline.observe.lines import EventLine, HeaderLine, StepLine, read_lines
 from paceline.observe.mirror import Mirror
 from paceline.observe.observer import open_observer
+from paceline.observe.report import write_report
 
 QUIET = ObserveConfig(console="quiet", mirror_queue_lines=4, mirror_start_limit_s=0.3, mirror_close_limit_s=0.3)
 SAMPLES = random_samples(np.random.default_rng(0))
@@ -294,3 +296,22 @@ def test_closing_twice_does_nothing(tmp_path):
     observer.close("interrupted")
     observer.close("finished")
     assert [event.fields["status"] for event in events_of(tmp_path, "closed")] == ["interrupted"]
+
+
+def test_what_is_no_text_is_written_as_question_marks(tmp_path):
+    """A file's name on Linux may hold any bytes."""
+    name = b"caf\xe9".decode("utf-8", "surrogateescape")
+    observer = open_quietly(tmp_path, header={name: [name]})
+    observer.warn(f"{name} is damaged")
+    observer.event("checkpoint", path=name, size=math.nan)
+    observer.close(f"failed: {name}")
+    lines, notes = read_lines(tmp_path / "metrics.jsonl")
+    assert notes == [] and lines[0].header == {"caf?": ["caf?"]}
+    assert [line.fields.get("text", line.fields.get("path")) for line in lines[1:3]] == ["caf? is damaged", "caf?"]
+    assert lines[2].fields["size"] is None and lines[3].fields["status"] == "failed: caf?"
+
+
+def test_a_run_whose_name_is_no_text_has_a_report(tmp_path):
+    run_dir = tmp_path / b"caf\xe9".decode("utf-8", "surrogateescape")
+    open_quietly(run_dir).close()
+    assert "caf?: paceline run" in write_report(run_dir).read_text(encoding="utf-8")

@@ -20,6 +20,7 @@ import msgspec
 import numpy as np
 
 from paceline.errors import RunDirectoryError
+from paceline.observe.numerals import readable
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 """Steps, epochs, windows: what a float holds exactly."""
@@ -90,8 +91,22 @@ _PLACE = msgspec.json.Decoder(_Place)
 
 
 def encode(message: msgspec.Struct) -> bytes:
-    """One line of JSON without its newline; not-a-number becomes null."""
-    return _ENCODER.encode(message)
+    """One line of JSON without its newline.
+
+    Not-a-number becomes null; bytes of a file's name that are no text become question marks.
+    """
+    try:
+        return _ENCODER.encode(message)
+    except UnicodeEncodeError:
+        return _ENCODER.encode(_readable(msgspec.to_builtins(message, enc_hook=_plain)))
+
+
+def _readable(value: Any) -> Any:
+    if isinstance(value, str):
+        return readable(value)
+    if isinstance(value, dict):
+        return {_readable(key): _readable(inner) for key, inner in value.items()}
+    return [_readable(inner) for inner in value] if isinstance(value, list) else value
 
 
 class MetricsFile:

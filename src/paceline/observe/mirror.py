@@ -110,7 +110,7 @@ class Mirror:
         """Wait until the sink has closed, at most ``limit_s`` seconds."""
         self._thread.join(limit_s)
         if self._thread.is_alive():
-            self._warn_once(f"{self.name} did not finish within {limit_s:g} s and is left behind")
+            self._warn_once(f"{self.name} did not finish within observe.mirror_close_limit_s and is left behind")
             self._sink.abandon()
 
     def _run(self) -> None:

@@ -1,4 +1,4 @@
-"""Numbers as people read them: short, with SI prefixes, never more digits than they deserve."""
+"""Numbers as people read them: short, with SI prefixes, never more digits than they deserve; and text that is text."""
 
 from __future__ import annotations
 
@@ -43,6 +43,11 @@ def duration(seconds: float | None) -> str:
     if hours >= 48:
         return f"{hours // 24} d {hours % 24} h"
     return f"{hours}:{minutes:02d}:{left:02d}" if hours else f"{minutes}:{left:02d}"
+
+
+def readable(text: str) -> str:
+    """The text with a question mark for each byte of a file's name that is no text; UTF-8 cannot hold those."""
+    return text.encode("utf-8", "replace").decode()
 
 
 def _three(value: float) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 from paceline.errors import RunDirectoryError
 from paceline.observe.beside import shortened
+from paceline.observe.numerals import readable
 
 MAX_BYTES = 2_900_000
 """Of a page; a report is under 3 MB."""
@@ -147,7 +148,7 @@ def page(title: str, contents: Sequence[tuple[str, str]], body: Iterable[Any], r
     style = Html(
         _CSS.replace("/*ramp-light*/", _ramp(ramp, _LIGHT_RAMP)).replace("/*ramp-dark*/", _ramp(ramp, _DARK_RAMP))
     )
-    return (
+    return readable(
         f'<!doctype html>\n<html lang="en"><head>{head}{element("title", title)}{element("style", style)}</head>\n'
         f"<body>{element('header', element('h1', title), links)}\n{element('main', *body)}</body></html>\n"
     )
