@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rich.markup import escape
 from rich.table import Table
 
+from paceline.checkpoint.hold import hold_run
 from paceline.cli import frame
 from paceline.config import Settings, load_settings
 from paceline.errors import PacelineError
@@ -41,6 +42,11 @@ def run(argv: Sequence[str]) -> int:
     """Walk the whole path; exit code 1 when an answer differs from the target's own."""
     arguments, overrides = frame.parse(Arguments, argv, prog="paceline demo", description=DESCRIPTION, settings=True)
     settings = demo_settings(arguments, overrides)
+    with hold_run(Path(settings.run_dir)):
+        return _walk(settings)
+
+
+def _walk(settings: Settings) -> int:
     _headline(1, "prepare", "chats → tokens and loss masks")
     from paceline.cli.train import ready_store, show_run
 

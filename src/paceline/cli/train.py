@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 from rich.markup import escape
 
+from paceline.checkpoint.hold import hold_run
 from paceline.checkpoint.rundir import check_writable, is_run_directory, read_run_settings
 from paceline.cli import frame
 from paceline.config import Settings
@@ -71,10 +73,12 @@ def train_run(settings: Settings) -> Outcome:
 
     place = this_place()
     check_support(settings, place)
+    run_dir = Path(settings.run_dir)
     if place.number == 0:
-        check_writable(Path(settings.run_dir))
+        check_writable(run_dir)
     resolve_spec(settings)
-    with joined(place, settings.flow.stall_limit_s) as machines:
+    held = hold_run(run_dir) if place.number == 0 else nullcontext()
+    with held, joined(place, settings.flow.stall_limit_s) as machines:
         machines.in_turn(lambda: ready_store(settings))
         from paceline.train import train
 

@@ -1,0 +1,78 @@
+"""Two trainers of one run: the second is told, and a killed first one leaves nothing in the way."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from paceline.checkpoint.hold import hold_run
+from paceline.errors import RunDirectoryError
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from paceline.checkpoint.hold import hold_run
+with hold_run(Path(sys.argv[1])):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+def holder(run_dir: Path) -> subprocess.Popen[str]:
+    process = subprocess.Popen([sys.executable, "-c", HOLDER, str(run_dir)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "held\n"
+    return process
+
+
+def ended(process: subprocess.Popen[str]) -> None:
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+
+
+def test_a_second_trainer_is_told_who_holds_the_run(tmp_path: Path) -> None:
+    other = holder(tmp_path / "run")
+    try:
+        told = pytest.raises(RunDirectoryError, match=f"another process \\(pid {other.pid}\\) is training it")
+        with told, hold_run(tmp_path / "run"):
+            pass
+        with hold_run(tmp_path / "other"):
+            pass
+    finally:
+        ended(other)
+
+
+def test_a_killed_trainer_holds_nothing(tmp_path: Path) -> None:
+    other = holder(tmp_path / "run")
+    ended(other)
+    with hold_run(tmp_path / "run"):
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_nothing_is_left_after_a_fault(tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError), hold_run(tmp_path / "run"):
+        raise ZeroDivisionError
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_command_trains_no_run_that_is_being_trained(
+    tmp_path: Path, demo_assets: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from paceline.cli import main
+
+    settings = tmp_path / "run.yaml"
+    settings.write_text(
+        f"run_dir: {tmp_path / 'run'}\n"
+        f"target: {{path: {demo_assets / 'target'}, num_taps: 3}}\n"
+        f"data: {{train: [{demo_assets / 'chats.jsonl'}]}}\n",
+        encoding="utf-8",
+    )
+    with hold_run(tmp_path / "run"):
+        assert main(["train", str(settings)]) == 1
+    assert "is training it" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
