@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from observe.simulated_runs import simulate
@@ -45,6 +47,22 @@ def test_runs_of_different_versions_and_half_written_ones_are_still_compared(mak
     assert "b: metrics.jsonl has format 9, this version writes 1" in text
     assert "b: settings.yaml is missing" in text
     assert "No warnings in any of the runs." in text
+
+
+def test_lines_of_many_steps_are_not_set_against_single_steps(tmp_path):
+    """Ten steps together scatter less than one, whatever was trained."""
+    one = read_history(simulate(tmp_path / "one", "bucketed", "shuffled", accumulate=1, epochs=3))
+    ten = read_history(simulate(tmp_path / "ten", "bucketed", "shuffled", accumulate=1, epochs=3, every_steps=10))
+    assert explain_jitter(ten).deviation < 0.7 * explain_jitter(one).deviation
+    text = render_comparison([one, ten])
+    assert "its variance, first run = 1</th><td>1.000</td><td>–</td>" in text
+
+
+def test_a_first_run_whose_loss_does_not_scatter_is_no_fault(tmp_path):
+    run = read_history(simulate(tmp_path, "grid", "stratified", accumulate=1, epochs=1))
+    still = replace(run, values=run.values | {"loss": np.full(run.steps.size, 2.0)})
+    assert explain_jitter(still).deviation == 0
+    assert "its variance, first run = 1</th><td>–</td><td>–</td>" in render_comparison([still, run])
 
 
 def test_runs_of_the_same_name_are_told_apart(make_run):

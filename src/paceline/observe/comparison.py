@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,9 @@ def _names(runs: Sequence[History]) -> list[str]:
 def _figures(runs: Sequence[History]) -> list[tuple[str, ...]]:
     jitters = [explain_jitter(run) for run in runs]
     deviations = [jitter.deviation if jitter else float("nan") for jitter in jitters]
+    # A line of many steps scatters less than one of a single step, whatever was trained.
+    alike = [run.line == runs[0].line and deviations[0] > 0 for run in runs]
+    ratios = [(d / deviations[0]) ** 2 if same else math.nan for d, same in zip(deviations, alike, strict=True)]
     rows: list[tuple[str, ...]] = [
         ("optimizer steps", *(str(run.steps[-1]) if run.steps.size else "–" for run in runs)),
         ("status", *(run.status for run in runs)),
@@ -90,7 +94,7 @@ def _figures(runs: Sequence[History]) -> list[tuple[str, ...]]:
         ("decoded τ", *(_number(decoded_tau(run)[-1][1], 2) if decoded_tau(run) else "–" for run in runs)),
         ("a line of metrics is a", *(run.line for run in runs)),
         ("scatter of the loss of a line, nat", *(_number(deviation, 4) for deviation in deviations)),
-        ("its variance, first run = 1", *(_number((d / deviations[0]) ** 2, 3) for d in deviations)),
+        ("its variance, first run = 1", *(_number(ratio, 3) for ratio in ratios)),
         ("of it from the lengths in a line", *(percent(jitter.explained) if jitter else "–" for jitter in jitters)),
         ("real of padded tokens", *(percent(run.pooled("padding_efficiency")) for run in runs)),
         ("real tokens/s", *(short(run.pooled("real_tokens_per_s")) for run in runs)),

@@ -164,12 +164,12 @@ def skipped_steps(run: History) -> list[Finding]:
 
 
 def clipping(run: History) -> list[Finding]:
-    """Clipping of nearly every step turns the clip norm into the step size."""
+    """Clipping of nearly every step: no fault, for the optimizers' steps do not grow with the gradient's scale."""
     share = run.pooled("gradient/clipped", slice(run.steps.size // 4, None))
     if run.steps.size < 4 or not share > 0.9:
         return []
     text = f"{percent(share)} of the gradients were clipped after the first quarter of the run."
-    return [Finding("clipping", "warning", text, "raise optimizer.clip_norm or lower optimizer.lr")]
+    return [Finding("clipping", "info", text, "raise optimizer.clip_norm if it is to catch outliers only")]
 
 
 def frozen_norms(run: History) -> list[Finding]:
