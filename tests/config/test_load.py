@@ -176,3 +176,14 @@ def test_a_misspelt_key_is_answered_without_torch(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 0, done.stderr
     assert "sede: unknown key; did you mean seed?" in done.stderr
+
+
+def test_a_worker_over_several_devices_is_one_name(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        "run_dir: r\ntarget: {path: x}\n"
+        "flow: {target_devices: [[cuda:0, cuda:1], cuda:2+cuda:3], drafter_devices: [cpu]}\n"
+    )
+    flow = load_settings(path).flow
+    assert flow.target_devices == ["cuda:0+cuda:1", "cuda:2+cuda:3"]
+    assert flow.num_buffers == 2 + 4 + 1
