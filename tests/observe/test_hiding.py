@@ -95,6 +95,15 @@ def test_steps_that_hold_all_lengths_are_not_called_one_sided(
     assert "one-sided-steps" not in warnings_of(run_dir)
 
 
+@pytest.mark.parametrize("seed", [19, 21, 29])
+def test_a_level_plan_of_few_micro_batches_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    lengths = np.random.default_rng(seed).lognormal(5.3, 0.8, 6000).astype(np.int64).clip(16, 4096)
+    monkeypatch.setattr("observe.simulated_runs.skewed_lengths", lambda: lengths)
+    assert warnings_of(simulate(tmp_path, "grid", "stratified", accumulate=4, epochs=4)) == {}
+
+
 def test_one_micro_batch_a_step_is_not_told_to_be_stratified(tmp_path: Path) -> None:
     sentence = warnings_of(simulate(tmp_path, "bucketed", "shuffled", accumulate=1))["loss-jitter"]
     assert sentence.endswith("Raise plan.accumulate, so that a window spans more lengths.")

@@ -31,11 +31,13 @@ _FIGURES = (
     ("new_tokens", "new tokens"),
     ("tau_micro", "τ over all passes"),
     ("tau_macro", "τ, mean over prompts"),
+    ("tree_tau", "τ with draft trees, over all passes"),
     ("training_tau", "τ of the training forward on the same blocks"),
     ("control_tau", "τ without features (near 1 is right)"),
     ("seconds_per_token", "seconds a token"),
     ("plain_seconds_per_token", "seconds a token without drafter"),
     ("dtype", "compute type"),
+    ("temperature", "sampling temperature (0 is greedy)"),
 )
 
 
