@@ -78,18 +78,43 @@ def test_weights_gradients_and_states_are_those_of_the_learner(settings: Setting
 
 def test_pool_is_that_of_the_pipeline(settings: Settings) -> None:
     facts, spec = describe(settings.target.path), spec_of(settings)
-    pool = BufferPool(settings.flow.pool_buffers, 96, 3 * facts.hidden_size, torch.bfloat16, 0)
-    assert budget.pool_bytes(facts, spec, settings, budget.Load(96, 128, 64)) == pool.num_bytes
+    columns, load = 3 * facts.hidden_size, budget.Load(96, 128, 64)
     teacher = settings.objective.model_copy(update={"terms": {"ce": 0.5, "kl": 0.5}})
-    settings = settings.model_copy(update={"objective": teacher})
-    pool = BufferPool(settings.flow.pool_buffers, 96, 3 * facts.hidden_size, torch.bfloat16, facts.hidden_size)
-    assert budget.pool_bytes(facts, spec, settings, budget.Load(96, 128, 64)) == pool.num_bytes
+    for transport in ("exact", "bf16", "fp8"):
+        for objective, last in ((settings.objective, 0), (teacher, facts.hidden_size)):
+            flow = settings.flow.model_copy(update={"transport": transport})
+            changed = settings.model_copy(update={"flow": flow, "objective": objective})
+            pool = BufferPool(flow.num_buffers, 96, columns, torch.bfloat16, last, transport=transport, taps=3)
+            assert budget.pool_bytes(facts, spec, changed, load) == pool.num_bytes
+    one = BufferPool(1, 96, columns, torch.bfloat16).num_bytes
+    flow = settings.flow.model_copy(update={"pool_bytes": 3 * one + 5})
+    assert budget.pool_bytes(facts, spec, settings.model_copy(update={"flow": flow}), load) == 3 * one
 
 
 def test_roles_that_share_a_device_are_added(settings: Settings) -> None:
-    flow = settings.flow.model_copy(update={"target_devices": ["cuda:0", "cpu"], "drafter_devices": ["cpu"]})
-    settings = settings.model_copy(update={"flow": flow})
-    assert budget.by_device(settings, {"a": 1, "b": 2}, {"c": 10}) == {"cuda:0": 3, "cpu": 13}
+    devices = {"target_devices": ["cuda:0", "cpu"], "drafter_devices": ["cpu"], "verifier_device": "cuda:0"}
+    settings = settings.model_copy(update={"flow": settings.flow.model_copy(update=devices)})
+    assert budget.by_device(settings, {"a": 1, "b": 2}, {"c": 10}, {"d": 7}) == {"cuda:0": 10, "cpu": 13}
+
+
+def test_a_worker_on_several_devices_is_shared_out(settings: Settings) -> None:
+    devices = {"target_devices": ["cuda:0+cuda:1"], "drafter_devices": ["cuda:1"]}
+    settings = settings.model_copy(update={"flow": settings.flow.model_copy(update=devices)})
+    assert budget.by_device(settings, {"a": 8}, {"c": 10}, {}) == {"cuda:0": 4, "cuda:1": 14}
+    assert budget.overlapping(["cuda:0+cuda:1"], ["cuda:1"], 1)
+    assert not budget.overlapping(["cuda:0+cuda:1"], ["cuda:2"], 1)
+
+
+def test_a_verifier_holds_both_models_in_its_own_type(settings: Settings) -> None:
+    spec = spec_of(settings)
+    assert budget.verifier_bytes(1000, spec, settings) == {}
+    flow = settings.flow.model_copy(update={"verifier_device": "cpu"})
+    held = budget.verifier_bytes(1000, spec, settings.model_copy(update={"flow": flow}))
+    assert (settings.target.dtype, settings.evaluate.dtype) == ("bfloat16", "float32")
+    assert held == {
+        "weights of the target": 2000,
+        "weights of the drafter": 4 * sum(p.numel() for p in Drafter(spec).parameters()),
+    }
 
 
 @pytest.mark.parametrize("devices", [2, 3, 4, 8])
@@ -104,6 +129,12 @@ def test_best_split_is_the_best_of_all(devices: int, target_s: float) -> None:
 
 def test_one_device_does_both_in_turn() -> None:
     assert budget.best_split(1, 3.0, 4.0).seconds == 7.0
+
+
+def test_targets_that_take_several_devices() -> None:
+    best = budget.best_split(8, 30.0, 10.0, per_target=2)
+    assert (best.targets, best.drafters, best.seconds) == (3, 2, 10.0)
+    assert budget.best_split(2, 3.0, 4.0, per_target=2).seconds == 7.0
 
 
 def test_who_gets_in_whose_way(monkeypatch: pytest.MonkeyPatch) -> None:

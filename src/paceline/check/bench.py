@@ -9,10 +9,11 @@ from pathlib import Path
 
 import torch
 
+from paceline.check import budget
 from paceline.check.material import Material, few_samples, gather, plan_of
 from paceline.compose import resolve_spec
 from paceline.config import Settings
-from paceline.contracts import FeatureBatch, TargetFacts
+from paceline.contracts import FeatureBatch, PlannedBatch, TargetFacts
 from paceline.drafter.learner import Learner
 from paceline.drafter.spec import DrafterSpec
 from paceline.plan.epoch import EpochPlan
@@ -79,10 +80,18 @@ class Bench:
         return plan_of(self.settings, self.spec, self.material.store)
 
     @cached_property
+    def batches(self) -> list[PlannedBatch]:
+        """The micro-batches of `plan`."""
+        return [self.plan.batch(index) for index in range(self.plan.num_batches)]
+
+    @cached_property
     def target(self) -> Target:
         """The target on the device of its first worker."""
-        began = time.perf_counter()
-        target = load_target(self.settings.target, self.resolved[1], self.settings.flow.target_devices[0])
+        began, settings = time.perf_counter(), self.settings.target
+        first, *others = budget.devices_of(self.settings.flow.target_devices[0])
+        if others:
+            settings = settings.model_copy(update={"device_map": [first, *others]})
+        target = load_target(settings, self.resolved[1], first)
         self.load_seconds = time.perf_counter() - began
         return target
 

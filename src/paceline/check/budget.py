@@ -69,10 +69,25 @@ def drafter_bytes(facts: TargetFacts, spec: DrafterSpec, settings: Settings, loa
     }
 
 
+def verifier_bytes(weights: int, spec: DrafterSpec, settings: Settings) -> dict[str, int]:
+    """Bytes of the device that decodes while training goes on, caches left out; empty without one."""
+    if settings.flow.verifier_device is None:
+        return {}
+    width = settings_bytes(settings.evaluate.dtype)
+    return {
+        "weights of the target": weights * width // settings_bytes(settings.target.dtype),
+        "weights of the drafter": drafter_parameters(spec) * FLOAT32,
+    }
+
+
 def pool_bytes(facts: TargetFacts, spec: DrafterSpec, settings: Settings, load: Load) -> int:
     """Bytes of the feature buffers, in shared memory."""
-    columns = len(spec.taps) * facts.hidden_size + (facts.hidden_size if settings.objective.needs_teacher else 0)
-    return settings.flow.num_buffers * load.tokens * columns * settings_bytes(settings.target.dtype)
+    flow, width = settings.flow, settings_bytes(settings.target.dtype)
+    crossing = {"exact": width, "bf16": 2, "fp8": 1}[flow.transport]
+    token = len(spec.taps) * (facts.hidden_size * crossing + (FLOAT32 if flow.transport == "fp8" else 0))
+    token += facts.hidden_size * width if settings.objective.needs_teacher else 0
+    allowed = flow.num_buffers if flow.pool_bytes is None else flow.pool_bytes // (load.tokens * token)
+    return min(flow.num_buffers, allowed) * load.tokens * token
 
 
 def settings_bytes(dtype: str) -> int:
@@ -96,12 +111,22 @@ def shared_memory() -> int | None:
     return found.f_bavail * found.f_frsize
 
 
-def by_device(settings: Settings, target: Mapping[str, int], drafter: Mapping[str, int]) -> dict[str, int]:
-    """Bytes on every device of the run; roles that share one are added."""
-    totals: dict[str, int] = {}
-    for devices, needed in ((settings.flow.target_devices, target), (settings.flow.drafter_devices, drafter)):
-        for device in devices:
-            totals[device] = totals.get(device, 0) + sum(needed.values())
+def devices_of(worker: str) -> list[str]:
+    """Devices of a worker, which may be spread over several."""
+    return worker.split("+")
+
+
+def by_device(
+    settings: Settings, target: Mapping[str, int], drafter: Mapping[str, int], verifier: Mapping[str, int]
+) -> dict[str, int]:
+    """Bytes on every device of the run; roles that share one are added, a worker on several is shared out evenly."""
+    flow, totals = settings.flow, dict[str, int]()
+    verifiers = [] if flow.verifier_device is None else [flow.verifier_device]
+    for workers, needed in ((flow.target_devices, target), (flow.drafter_devices, drafter), (verifiers, verifier)):
+        for worker in workers:
+            devices = devices_of(worker)
+            for device in devices:
+                totals[device] = totals.get(device, 0) + sum(needed.values()) // len(devices)
     return totals
 
 
@@ -124,23 +149,30 @@ def wall_seconds(targets: int, drafters: int, target_s: float, drafter_s: float)
     return max(target_s / targets, drafter_s / drafters)
 
 
-def best_split(devices: int, target_s: float, drafter_s: float) -> Split:
+def best_split(devices: int, target_s: float, drafter_s: float, per_target: int = 1) -> Split:
     """The split of some devices into target workers and drafter ranks that ends first.
 
     One device does both in turn.
+
+    Args:
+        devices: in all.
+        target_s, drafter_s: see `wall_seconds`.
+        per_target: devices over which one target worker is spread.
     """
-    if devices < 2:
+    counts = range(1, (devices - 1) // per_target + 1)
+    if not counts:
         return Split(1, 1, target_s + drafter_s)
-    splits = [
-        Split(count, devices - count, wall_seconds(count, devices - count, target_s, drafter_s))
-        for count in range(1, devices)
-    ]
+    splits = []
+    for count in counts:
+        rest = devices - count * per_target
+        splits.append(Split(count, rest, wall_seconds(count, rest, target_s, drafter_s)))
     return min(splits, key=lambda split: split.seconds)
 
 
 def overlapping(target_devices: Sequence[str], drafter_devices: Sequence[str], threads: int) -> bool:
     """Whether the roles get in one another's way: they share a GPU, or the processors are fewer than the threads."""
-    if {name for name in target_devices if name.startswith("cuda")} & set(drafter_devices):
+    on_gpus = {name for worker in target_devices for name in devices_of(worker) if name.startswith("cuda")}
+    if on_gpus & set(drafter_devices):
         return True
     on_cpu = sum(not name.startswith("cuda") for name in (*target_devices, *drafter_devices))
     return on_cpu > 1 and on_cpu * threads > (os.cpu_count() or 1)

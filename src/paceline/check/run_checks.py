@@ -28,17 +28,16 @@ TIMED = (25, 50, 75)
 
 def largest(bench: Bench) -> list[int]:
     """Places of the batches with most padded tokens and with most draft positions."""
-    plan = bench.plan
-    padded = plan.counts * plan.widths
-    positions = [plan.batch(index).draft_positions for index in range(plan.num_batches)]
+    padded = [batch.padded_tokens for batch in bench.batches]
+    positions = [batch.draft_positions for batch in bench.batches]
     return list(dict.fromkeys([int(np.argmax(padded)), int(np.argmax(positions))]))
 
 
 def check_plan(bench: Bench) -> Finding:
     """The epoch in figures."""
     plan, share = bench.plan, bench.material.share
-    padded = int((plan.counts * plan.widths).sum())
-    real = int(sum(plan.batch(index).real_tokens for index in range(plan.num_batches)))
+    padded = sum(batch.padded_tokens for batch in bench.batches)
+    real = sum(batch.real_tokens for batch in bench.batches)
     about = "" if bench.material.whole else f" (of about {share:.2%} of the rows)"
     detail = (
         f"{plan.num_samples:,} samples in {plan.num_batches:,} micro-batches and {plan.num_windows:,} steps an epoch, "
@@ -54,7 +53,7 @@ def check_plan(bench: Bench) -> Finding:
 def train_once(bench: Bench, learner: Learner, index: int, step: int) -> tuple[float, float, FeatureBatch]:
     """Seconds of the target's and of the drafter's work on one batch of the plan, optimizer step included."""
     anchors = bench.settings.drafter.num_anchors
-    host = collated(bench.plan.batch(index), bench.material.store, bench.facts, bench.settings.seed, anchors)
+    host = collated(bench.batches[index], bench.material.store, bench.facts, bench.settings.seed, anchors)
     bench.wait()
     began = time.perf_counter()
     features = bench.target.features(host, with_last=bench.settings.objective.needs_teacher)
@@ -69,7 +68,7 @@ def train_once(bench: Bench, learner: Learner, index: int, step: int) -> tuple[f
 def check_memory(bench: Bench) -> Finding:
     """The bytes that the run needs against the devices, and the largest planned batch run for real."""
     settings, places = bench.settings, largest(bench)
-    batches = [bench.plan.batch(index) for index in places]
+    batches = [bench.batches[index] for index in places]
     load = budget.Load(
         max(batch.real_tokens for batch in batches),
         max(batch.padded_tokens for batch in batches),
@@ -78,7 +77,8 @@ def check_memory(bench: Bench) -> Finding:
     target = budget.target_bytes(weights_bytes(bench), bench.facts, bench.spec, settings, load)
     drafter = budget.drafter_bytes(bench.facts, bench.spec, settings, load)
     pool = budget.pool_bytes(bench.facts, bench.spec, settings, load)
-    figures: dict[str, Any] = {"target": target, "drafter": drafter, "pool": pool}
+    verifier = budget.verifier_bytes(weights_bytes(bench), bench.spec, settings)
+    figures: dict[str, Any] = {"target": target, "drafter": drafter, "verifier": verifier, "pool": pool}
     bench.__dict__.pop("learner", None)
     learner = bench.new_learner(max(2, len(places)))
     try:
@@ -91,7 +91,7 @@ def check_memory(bench: Bench) -> Finding:
         )
         detail = f"the largest batch ({load.padded:,} padded tokens, {load.positions:,} draft positions) does not fit"
         return Finding("memory", "fail", detail, advice, figures)
-    planned = budget.by_device(settings, target, drafter)
+    planned = budget.by_device(settings, target, drafter, verifier)
     measured = _peaks(bench)
     figures |= {"planned": planned, "measured": measured}
     detail = (
@@ -120,7 +120,8 @@ def _parts(needed: dict[str, int]) -> str:
 
 def _peaks(bench: Bench) -> dict[str, int]:
     """Most bytes held, by device; this process's resident memory for the CPU."""
-    names = (bench.settings.flow.target_devices[0], bench.settings.flow.drafter_devices[0])
+    flow = bench.settings.flow
+    names = (*budget.devices_of(flow.target_devices[0]), flow.drafter_devices[0])
     peaks = {name: torch.cuda.max_memory_allocated(name) for name in names if name.startswith("cuda")}
     if not all(name.startswith("cuda") for name in names):
         resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -131,7 +132,7 @@ def _peaks(bench: Bench) -> dict[str, int]:
 def check_time(bench: Bench) -> Finding:
     """Time of the whole run from a few timed batches."""
     plan, settings = bench.plan, bench.settings
-    order = np.argsort(plan.counts * plan.widths, kind="stable")
+    order = np.argsort([batch.padded_tokens for batch in bench.batches], kind="stable")
     places = list(dict.fromkeys(int(order[int(q / 100 * (len(order) - 1))]) for q in TIMED))
     learner = bench.new_learner(len(places) + 1)
     train_once(bench, learner, places[0], 1)
@@ -145,9 +146,8 @@ def check_time(bench: Bench) -> Finding:
     steps = settings.train.epochs * plan.num_windows / bench.material.share
     part = min(1.0, (settings.train.max_steps or steps) / steps)
     epochs = settings.train.epochs * part / bench.material.share
-    batches = [plan.batch(index) for index in range(plan.num_batches)]
-    real = epochs * sum(batch.real_tokens for batch in batches)
-    drafted = epochs * sum(batch.draft_positions for batch in batches)
+    real = epochs * sum(batch.real_tokens for batch in bench.batches)
+    drafted = epochs * sum(batch.draft_positions for batch in bench.batches)
     bench.target_s, bench.drafter_s = target_s / tokens * real, drafter_s / positions * drafted
     flow = settings.flow
     apart = flow.mode == "pipeline" and not budget.overlapping(flow.target_devices, flow.drafter_devices, flow.threads)
@@ -155,7 +155,8 @@ def check_time(bench: Bench) -> Finding:
     seconds = bench.target_s / targets + bench.drafter_s / drafters
     if apart:
         seconds = budget.wall_seconds(targets, drafters, bench.target_s, bench.drafter_s)
-    devices = len({*flow.target_devices, *flow.drafter_devices})
+    spread = {device for worker in flow.target_devices for device in budget.devices_of(worker)}
+    devices = len({*spread, *flow.drafter_devices})
     figures = {
         "target_tokens_per_s": tokens / target_s,
         "draft_positions_per_s": positions / drafter_s,
@@ -183,7 +184,8 @@ def check_split(bench: Bench) -> Finding:
         detail = f"the target does {share:.0%} of the work; both roles take turns on the same processors"
         return Finding("split", "pass", detail, figures={"target_share": share})
     ours = budget.wall_seconds(targets, drafters, bench.target_s, bench.drafter_s)
-    best = budget.best_split(targets + drafters, bench.target_s, bench.drafter_s)
+    per_target = len(budget.devices_of(flow.target_devices[0]))
+    best = budget.best_split(targets * per_target + drafters, bench.target_s, bench.drafter_s, per_target)
     slower = "target" if bench.target_s / targets > bench.drafter_s / drafters else "drafter"
     detail = f"{targets} target, {drafters} drafter; the {slower} stage will be the bottleneck"
     figures = {"target_share": share, "best_targets": best.targets, "best_drafters": best.drafters}
