@@ -10,7 +10,8 @@ from paceline.config import Settings
 from paceline.data.chats import PromptRenderer, render_prompts, with_later_turns
 from paceline.data.tokenizer import load_tokenizer
 from paceline.evaluate.decode import greedy_decode
-from paceline.evaluate.run import EvaluationReport, evaluate
+from paceline.evaluate.report import EvaluationReport
+from paceline.evaluate.run import check_way, evaluate
 from paceline.target.load import load_target
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ class Verifier:
         )
         self._tokenizer = load_tokenizer(given.path, given.trust_remote_code)
         self._target = load_target(given, list(taps), device, self._limits.dtype)
+        check_way(self._target, self._limits)
         self._device = device
         renderer = PromptRenderer(given.path, settings.data.thinking, given.trust_remote_code)
         self.prompts = with_later_turns(prompts, renderer, self._answer, self._limits.num_prompts)

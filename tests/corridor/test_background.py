@@ -53,7 +53,7 @@ def test_what_training_reports_is_what_evaluate_measures(
     heldout = {"heldout": [str(demo_assets / "heldout.jsonl")]}
     more = {
         "data": heldout,
-        "evaluate": {**FEW, "validation_samples": 0},
+        "evaluate": {**FEW, "validation_samples": 0, "tree_budget": 8 if mode == "inline" else None},
         "train": {"max_steps": 12},
         "checkpoint": {"every_steps": 4, "keep_last": 9},
     }
@@ -70,6 +70,7 @@ def test_what_training_reports_is_what_evaluate_measures(
     kept = {entry["step"]: entry for entry in read_evaluations(run_dir)}
     assert list(kept) == [entry["step"] for entry in found]
     assert all(bool(entry["rows"]) == (step == 12) for step, entry in kept.items())
+    assert all((entry["tree_tau"] or 0) >= 1 for entry in kept.values()) == (mode == "inline")
     for line in lines_of(run_dir, "step"):
         if "decode/step" in line["values"]:
             assert line["values"]["decode/tau"] == kept[line["values"]["decode/step"]]["tau_micro"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 
@@ -44,6 +45,37 @@ def test_json_and_table(target, folder, demo_assets, capsys):
     assert main(words) == 0
     shown = capsys.readouterr().out
     assert "τ, over target passes" in shown and "2 of 2" in shown
+
+
+def test_trees_and_sampling_from_the_command_line(target, folder, demo_assets, capsys):
+    words = ["evaluate", folder, "--target", target, "--prompts", str(demo_assets / "heldout.jsonl"), *LIMITS]
+    trees = [*words, "--evaluate.tree_budget", "16", "--evaluate.tree_chain_seed", "true"]
+    assert main([*trees, "--json"]) == 0
+    (report,) = json.loads(capsys.readouterr().out).values()
+    assert report["tree"]["budget"] == 16 and report["tree"]["chain_seed"] is True
+    assert report["tree"]["lossless"] == report["lossless"] and report["lossless"]["prompts"] == 2
+    assert report["tree_tau"] == report["tree"]["tau_micro"] >= 1
+    assert main(trees) == 0
+    shown = capsys.readouterr().out
+    assert "τ with trees of 16 nodes" in shown and "chain first" in shown and shown.count("2 of 2") == 2
+    assert main([*words, "--evaluate.temperature", "0.8", "--evaluate.seed", "3"]) == 0
+    shown = capsys.readouterr().out
+    assert "sampled at temperature 0.8" in shown and "equal to the target's own" not in shown
+
+
+def test_a_lossy_tree_ends_with_a_fault(target, folder, demo_assets, capsys, monkeypatch):
+    from paceline.evaluate import run
+
+    original = run.tree_decode
+
+    def lossy(*args, **more):
+        found = original(*args, **more)
+        return dataclasses.replace(found, ids=found.ids[:-1])
+
+    monkeypatch.setattr(run, "tree_decode", lossy)
+    words = ["evaluate", folder, "--target", target, "--prompts", str(demo_assets / "heldout.jsonl"), *LIMITS]
+    assert main([*words, "--evaluate.tree_budget", "4"]) == 1
+    assert "faults: differences beyond rounding" in capsys.readouterr().out
 
 
 def test_several_drafters_stand_side_by_side(target, folder, demo_assets, tmp_path, capsys):
@@ -119,6 +151,14 @@ def test_another_target_than_the_folder_notes_is_refused(target, folder, demo_as
         (["{folder}", "--target", "{target}"], "give files with --prompts"),
         (["{folder}", "--target", "{target}", "--step", "3", "--prompts", "x"], "only runs have steps"),
         (["{folder}", "--target", "{target}", "--prompts", "x", "--plot", "tau.pdf"], "written as .png or .svg"),
+        (["{folder}", "--target", "{target}", "--prompts", "x", "--evaluate.tree_budget", "0"], "evaluate.tree_budget"),
+        (
+            ["{folder}", "--target", "{target}", "--evaluate.tree_budget", "9", "--evaluate.batch_size", "2"],
+            "trees decode one prompt at a time",
+        ),
+        (["{folder}", "--target", "{target}", "--evaluate.tree_chain_seed", "true"], "set tree_budget"),
+        (["{folder}", "--target", "{target}", "--evaluate.tree_temperature", "0.5"], "set tree_budget"),
+        (["{folder}", "--target", "{target}", "--evaluate.seed", "5"], "set temperature above 0"),
         (["nowhere"], "neither a run directory nor a drafter folder"),
         (["{folder}", "--target", "nowhere/at/all", "--prompts", "x"], "no such"),
         (["{folder}", "--target", "{target}", "--prompts", "gsm9k:x"], "no prompt set is called gsm9k"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from dataclasses import dataclass
 
@@ -81,6 +82,92 @@ def test_several_prompts_at_once_give_the_same_report(make_pair, prompts, report
     hybrid, blind = make_pair("qwen3_5_text")
     with pytest.raises(TargetError, match="one prompt at a time"):
         evaluate(hybrid, blind, asked, settings)
+
+
+@pytest.mark.parametrize("seeded", [False, True], ids=["free", "chain first"])
+def test_trees_stand_beside_the_chain(make_pair, prompts, report, seeded):
+    target, network = make_pair("qwen3")
+    asked = [Prompt(f"p{at}", ids, ("even" if at % 2 == 0 else "odd",)) for at, ids in enumerate(prompts)]
+    settings = EvaluateConfig(num_prompts=6, max_new_tokens=24, tree_budget=40, tree_chain_seed=seeded)
+    both = evaluate(target, network, asked, settings, check_training=False)
+    tree = both.tree
+    assert [row.accepted for row in both.rows] == [row.accepted for row in report.rows], "the chain as without trees"
+    assert both.tau_micro == report.tau_micro and both.lossless == report.lossless
+    assert (tree.budget, tree.chain_seed, tree.temperature) == (40, seeded, 1.0)
+    assert (tree.lossless.prompts, tree.lossless.equal, both.faults) == (6, 6, 0)
+    assert both.tree_tau == tree.tau_micro > both.tau_micro and not tree.below_chain
+    assert sum(tree.histogram) == tree.passes < both.passes and tree.new_tokens == both.new_tokens
+    assert sum(entry.passes for entry in tree.by_tag.values()) == tree.passes
+    assert sum(entry.passes for entry in tree.by_context.values()) == tree.passes
+    assert json.loads(json.dumps(both.to_json()))["tree"]["tau_micro"] == tree.tau_micro
+
+
+def knowing(answers):
+    """Logits of a drafter that knows every answer, for `draft_logits`."""
+
+    def logits(target, network, context, token, position):
+        rows = torch.zeros(5, 97)
+        for slot in range(5):
+            rows[slot, answers[position + 1 + slot]] = 12.0
+        return rows
+
+    return logits
+
+
+def test_a_tree_that_does_worse_than_the_chain_is_said_to(make_pair, prompts, monkeypatch):
+    """One node against five drafts that all stand."""
+    target, network = make_pair("qwen3", eos_token_id=96)
+    answer = greedy_decode(target, prompts[3], max_new_tokens=40).ids
+    for module in ("decode", "tree_decode"):
+        monkeypatch.setattr(f"paceline.evaluate.{module}.draft_logits", knowing([*prompts[3], *answer]))
+    settings = EvaluateConfig(max_new_tokens=20, tree_budget=1)
+    found = evaluate(target, network, [Prompt("x", prompts[3])], settings, check_training=False)
+    assert (found.tau_micro, found.tree_tau, found.tree.below_chain) == (6.0, 2.0, True)
+    settings = EvaluateConfig(max_new_tokens=20, tree_budget=6, tree_temperature=0.5)
+    found = evaluate(target, network, [Prompt("x", prompts[3])], settings, check_training=False)
+    assert (found.tau_micro, found.tree_tau, found.tree.below_chain) == (6.0, 6.0, False)
+    assert found.tree.temperature == 0.5
+
+
+def test_a_lossy_tree_is_a_fault(make_pair, prompts, monkeypatch):
+    target, network = make_pair("qwen3")
+    original = run.tree_decode
+
+    def lossy(*args, **more):
+        found = original(*args, **more)
+        return dataclasses.replace(found, ids=[*found.ids[:-1], (found.ids[-1] + 1) % 97])
+
+    monkeypatch.setattr(run, "tree_decode", lossy)
+    settings = EvaluateConfig(max_new_tokens=8, tree_budget=4)
+    found = evaluate(target, network, [Prompt("x", prompts[3])], settings, check_training=False)
+    assert (found.lossless.faults, found.tree.lossless.faults, found.faults) == (0, 1, 1)
+
+
+def test_trees_are_refused_before_anything_is_decoded(make_pair, prompts, monkeypatch):
+    target, network = make_pair("qwen3_5_text")
+    begun = []
+    monkeypatch.setattr(run, "speculative_decode", lambda *args, **more: begun.append(args))
+    with pytest.raises(TargetError, match=r"layers with a state of their own.*decode with the chain") as fault:
+        evaluate(target, network, [Prompt("x", prompts[3])], EvaluateConfig(tree_budget=4))
+    assert not begun and len(fault.value.faults) == 1
+
+
+def test_sampled_answers_are_drawn_from_the_seed_and_not_compared(make_pair, prompts):
+    target, network = make_pair("qwen3")
+    asked = [Prompt(str(at), ids) for at, ids in enumerate(prompts[:4])]
+
+    def measured(**more):
+        settings = EvaluateConfig(max_new_tokens=12, temperature=0.7, **more)
+        return evaluate(target, network, asked, settings)
+
+    one, again, other, together = measured(), measured(), measured(seed=9), measured(batch_size=3)
+    answers, repeated, others, batched = ([row.pieces for row in found.rows] for found in (one, again, other, together))
+    assert answers == repeated == batched and answers != others
+    assert one.temperature == 0.7 and one.lossless is None and one.training_tau is None and one.faults == 0
+    assert one.control_tau is not None and one.plain_seconds_per_token is not None
+    trees = measured(tree_budget=12)
+    assert [row.pieces for row in trees.rows] == answers and trees.tree.lossless is None
+    assert trees.tree_tau >= 1 and trees.tree.passes > 0 and trees.faults == 0
 
 
 def test_training_forward_agrees(report):

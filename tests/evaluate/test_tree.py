@@ -12,7 +12,7 @@ import torch
 from paceline.errors import TargetError
 from paceline.evaluate.candidates import Candidates
 from paceline.evaluate.choice import Sampled
-from paceline.evaluate.decode import greedy_decode
+from paceline.evaluate.decode import greedy_decode, plain_decode
 from paceline.evaluate.tree import build_tree, reference_tree
 from paceline.evaluate.tree_decode import tree_decode
 from paceline.target import kvcache
@@ -155,12 +155,14 @@ def test_trees_that_know_the_answer_accept_whole_branches(make_pair, prompts, mo
     assert decoded.ids == whole[:40] and max(decoded.accepted) >= 4
 
 
-def test_sampled_walks_follow_the_target(make_pair):
-    target, network = make_pair("qwen3")
-    one, again = (
-        tree_decode(target, network, [5, 9], max_new_tokens=10, budget=8, choice=Sampled(1.0, 3)).ids for _ in range(2)
-    )
-    assert one == again and len(one) == 10
+def test_sampled_walks_follow_the_target(make_pair, prompts):
+    """One draw a token, as in plain decoding: the same seed gives the plain answer, whatever the trees."""
+    target, network = make_pair("qwen3", eos_token_id=96)
+    for seed, prompt in enumerate(prompts[1:5:3]):
+        plain = plain_decode(target, prompt, max_new_tokens=20, choice=Sampled(0.8, seed)).ids
+        for budget in (1, 30):
+            ids = tree_decode(target, network, prompt, max_new_tokens=20, budget=budget, choice=Sampled(0.8, seed)).ids
+            assert ids == plain
 
 
 def test_targets_that_cannot_are_refused(make_pair):

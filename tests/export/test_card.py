@@ -89,6 +89,10 @@ def test_what_is_unknown_stays_out(make_spec) -> None:
     for heading in ("## Training", "## Data", "## Acceptance", "base_model"):
         assert heading not in card
     assert acceptance_table([{"step": 1, "seconds": 2.0}]) == ""
+    greedy = {"step": 1, "tau_micro": 2.0, "temperature": 0.0}
+    assert acceptance_table([greedy]).splitlines()[0] == "| step | τ micro |"
+    sampled = acceptance_table([greedy, {**greedy, "step": 2, "temperature": 0.8}]).splitlines()
+    assert sampled[0] == "| step | τ micro | temperature |" and sampled[3].endswith("0.800 |")
     assert Origin().trained_length is None
     assert Origin(settings={"data": {"max_length": 4096}}).trained_length == 4096
 

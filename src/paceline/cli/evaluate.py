@@ -19,17 +19,19 @@ from paceline.errors import ConfigError
 
 if TYPE_CHECKING:
     from paceline.drafter.network import Drafter
-    from paceline.evaluate.run import EvaluationReport
+    from paceline.evaluate.report import EvaluationReport
 
 DESCRIPTION = """Decode prompts speculatively with a drafter and measure acceptance.
 
 τ is the mean number of tokens per target pass. The output is checked against the target's own greedy output token for
-token, and against the drafts of the training forward. Several drafters are shown side by side.
+token, and against the drafts of the training forward. Several drafters are shown side by side. With a tree budget the
+prompts are decoded with draft trees too, and both are shown.
 
 Examples:
   paceline evaluate runs/first
   paceline evaluate runs/first --prompts chats.jsonl --evaluate.max-new-tokens 512
   paceline evaluate runs/first --prompts gsm8k:gsm8k/test.jsonl mt-bench:question.jsonl --evaluate.num-prompts 160
+  paceline evaluate runs/first --evaluate.tree-budget 64
   paceline evaluate drafters/a drafters/b --target models/target --prompts chats.jsonl --plot tau.png --json
 """
 
@@ -93,8 +95,7 @@ def run(argv: Sequence[str]) -> int:
 
         draw_evaluations(reports, arguments.plot)
         frame.stderr.print(f"drawn: {escape(str(arguments.plot))}")
-    faults = sum(report.lossless.faults for report in reports.values() if report.lossless is not None)
-    return 1 if faults else 0
+    return 1 if any(report.faults for report in reports.values()) else 0
 
 
 def _source(path: Path, arguments: Arguments, overrides: Mapping[str, str]) -> tuple[Settings, int | None]:
@@ -216,11 +217,17 @@ def _rows(report: EvaluationReport) -> list[tuple[str, str]]:
         ("τ, over prompts", f"{report.tau_macro:.3f}"),
         ("prompts / target passes / tokens", f"{report.num_prompts} / {report.passes} / {report.new_tokens}"),
     ]
+    rows += _tree_rows(report)
+    if report.temperature:
+        rows.append(("answers, compared with none", f"sampled at temperature {report.temperature:g}"))
     if report.lossless is not None:
         same = f"{report.lossless.equal} of {report.lossless.prompts}"
         rows.append((f"answers equal to the target's own ({report.dtype})", same))
-        if report.lossless.faults:
-            rows.append(("[bold red]faults: differences beyond rounding[/]", str(report.lossless.faults)))
+    if report.tree is not None and report.tree.lossless is not None:
+        same = f"{report.tree.lossless.equal} of {report.tree.lossless.prompts}"
+        rows.append(("answers with trees equal to its own", same))
+    if report.faults:
+        rows.append(("[bold red]faults: differences beyond rounding[/]", str(report.faults)))
     if report.training_tau is not None:
         verdict = "" if report.training_agrees else " [bold red]differs by more than 2 %[/]"
         rows.append(("τ of the training forward on the same blocks", f"{report.training_tau:.3f}{verdict}"))
@@ -228,11 +235,10 @@ def _rows(report: EvaluationReport) -> list[tuple[str, str]]:
         verdict = " [bold red]suspicious[/]" if report.control_suspicious else ""
         rows.append(("τ without features (control, near 1)", f"{report.control_tau:.3f}{verdict}"))
     if report.seconds_per_token is not None:
-        speed = f"{1e3 * report.seconds_per_token:.1f} ms"
-        if report.plain_seconds_per_token:
-            ratio = report.plain_seconds_per_token / report.seconds_per_token
-            speed += f" ({ratio:.2f}x as fast as plain)"
-        rows.append(("time per token", speed))
+        rows.append(("time per token", _speed(report.seconds_per_token, report.plain_seconds_per_token)))
+    if report.tree is not None and report.tree.seconds_per_token is not None:
+        speed = _speed(report.tree.seconds_per_token, report.plain_seconds_per_token)
+        rows.append(("time per token with trees", speed))
     memory = report.memory
     rows.append(("weights, target + drafter", f"{size(memory.target_weights)} + {size(memory.drafter_weights)}"))
     cached = f"{size(memory.target_cache_per_token)} + {size(memory.drafter_cache_per_token)}"
@@ -244,6 +250,25 @@ def _rows(report: EvaluationReport) -> list[tuple[str, str]]:
     rows += [(f"τ, tag {escape(tag)}", f"{entry.tau:.3f}") for tag, entry in report.by_tag.items()]
     rows += [(f"τ, context {name} tokens", f"{entry.tau:.3f}") for name, entry in report.by_context.items()]
     return rows
+
+
+def _tree_rows(report: EvaluationReport) -> list[tuple[str, str]]:
+    """τ with draft trees, with a mark where they do worse than the chain."""
+    tree = report.tree
+    if tree is None:
+        return []
+    verdict = " [bold red]below the chain[/]" if tree.below_chain else ""
+    kind = ["chain first"] * tree.chain_seed + [f"temperature {tree.temperature:g}"] * (tree.temperature != 1)
+    rows = [
+        (f"τ with trees of {tree.budget} nodes", f"{tree.tau_micro:.3f}{verdict}"),
+        ("τ with trees, over prompts", f"{tree.tau_macro:.3f}"),
+        ("target passes / tokens with trees", f"{tree.passes} / {tree.new_tokens}"),
+    ]
+    return rows + ([("trees", ", ".join(kind))] if kind else [])
+
+
+def _speed(seconds: float, plain: float | None) -> str:
+    return f"{1e3 * seconds:.1f} ms" + (f" ({plain / seconds:.2f}x as fast as plain)" if plain else "")
 
 
 def _share(value: float | None) -> str:

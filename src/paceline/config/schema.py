@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from paceline.config.checkpoint import CheckpointConfig
 from paceline.config.drafter import DrafterConfig
@@ -123,10 +123,31 @@ class EvaluateConfig(Section):
     """Prompts that are decoded at once. Targets with recurrent layers decode one at a time."""
     dtype: Literal["float64", "float32", "bfloat16"] = "float32"
     """Compute type of the decode loop. In float64 the output must equal greedy decoding exactly."""
+    temperature: float = Field(default=0.0, ge=0.0)
+    """0 decodes greedily. Above: answers are sampled at it, with the target's exact distribution, and no longer
+    compared with plain ones token for token."""
+    seed: int = Field(default=0, ge=0, lt=2**62)
+    """Of the draws where answers are sampled; the prompts' draws differ."""
+    tree_budget: int | None = Field(default=None, ge=1)
+    """Nodes of a draft tree: prompts are decoded with trees too, beside the chain. Unset: with the chain alone."""
+    tree_chain_seed: bool = False
+    """Trees start with the chain and are then filled up."""
+    tree_temperature: float = Field(default=1.0, gt=0.0)
+    """Trees are built from the drafter's distributions sharpened (below 1) or flattened (above 1) by it."""
     every_steps: int = Field(default=200, ge=1)
     """Optimizer steps between measurements on held-out samples during training; the last step always measures."""
     validation_samples: int = Field(default=64, ge=0)
     """Held-out samples measured during training, always the same with the same anchors; 0 measures none."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> EvaluateConfig:
+        if self.tree_budget is None and (self.tree_chain_seed or self.tree_temperature != 1.0):
+            raise ValueError("tree_chain_seed and tree_temperature shape trees; set tree_budget, for example 64")
+        if self.tree_budget is not None and self.batch_size > 1:
+            raise ValueError("tree_budget: trees decode one prompt at a time; set batch_size to 1, or drop tree_budget")
+        if self.temperature == 0 and self.seed:
+            raise ValueError("seed: nothing is drawn in greedy decoding; set temperature above 0, or drop seed")
+        return self
 
 
 class Settings(Section):

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
     from paceline.evaluate.measures import GroupTau
-    from paceline.evaluate.run import EvaluationReport
+    from paceline.evaluate.report import EvaluationReport
 
 KINDS = (".png", ".svg")
 MAX_TAGS = 20

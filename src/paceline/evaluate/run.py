@@ -1,30 +1,36 @@
-"""Evaluation of a drafter: real decoding of prompts, checked against plain decoding and the training forward."""
+"""Evaluation of a drafter: real decoding of prompts, checked against plain decoding and the training forward.
+
+Prompts are decoded with the chain of drafts and, where a budget is set, once more with draft trees.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from paceline.config import EvaluateConfig
 from paceline.evaluate.batch import batch_decode
-from paceline.evaluate.decode import Decoded, greedy_decode, speculative_decode
+from paceline.evaluate.choice import Choice, Greedy, Sampled
+from paceline.evaluate.decode import Decoded, plain_decode, speculative_decode
 from paceline.evaluate.fit import check_pair, fitting
 from paceline.evaluate.measures import (
     GroupTau,
     Lossless,
-    SlotRate,
     by_context,
     group,
     histogram,
     macro_tau,
     slot_rates,
 )
-from paceline.evaluate.memory import Memory, measure_memory
+from paceline.evaluate.memory import measure_memory
 from paceline.evaluate.parity import training_accepted
+from paceline.evaluate.report import EvaluationReport, PromptRow, TreeFigures
+from paceline.evaluate.tree_decode import tree_decode
+from paceline.target.masked import check_masks
 
 if TYPE_CHECKING:
     from paceline.drafter.network import Drafter
@@ -59,73 +65,14 @@ class EvaluationPrompt(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class PromptRow:
-    """One prompt of the report.
+def check_way(target: Target, settings: EvaluateConfig) -> None:
+    """Refuses what a target cannot decode, before anything is decoded.
 
-    ``accepted`` lists accepted drafts per target pass; ``pieces`` is the answer's text token by token (the ids in words
-    where nobody decoded them): the target's own first token, then each pass's accepted drafts and its own token.
+    Raises:
+        TargetError: several prompts at once, or draft trees, on a target that cannot: one line with the reason.
     """
-
-    id: str
-    tags: list[str]
-    prompt_tokens: int
-    new_tokens: int
-    finish: str
-    tau: float | None
-    accepted: list[int]
-    pieces: list[str]
-
-
-@dataclass(frozen=True, slots=True)
-class EvaluationReport:
-    """Everything that an evaluation found; `to_json` gives plain values.
-
-    Attributes:
-        num_prompts, passes, new_tokens: how much was decoded.
-        tau_micro, tau_macro: tokens per target pass, over passes and over prompts.
-        tokens_per_pass: like `tau_micro`, but tokens beyond the length limit are not counted.
-        histogram: passes by accepted length, from 0.
-        slots: acceptance per draft slot.
-        by_tag, by_context: τ of groups of passes.
-        lossless: comparison with plain greedy decoding; None when not asked for.
-        training_tau: τ of the training forward on the same blocks; None when not asked for.
-        training_agrees: whether it is within 2 % of the decode loop's.
-        control_tau: τ of a few prompts without features; near 1 for a drafter that reads its context.
-        control_suspicious: whether that τ is so high that the evaluation or the drafter must be doubted.
-        seconds_per_token, plain_seconds_per_token: wall time, prompts' forward left out; the second is None with
-            several prompts at once, since plain decoding takes them one by one.
-        dtype: compute type.
-        rows: the prompts.
-        set_aside: one line about each prompt that is longer than the target's positions.
-        memory: bytes that decoding holds and moves.
-    """
-
-    num_prompts: int
-    passes: int
-    new_tokens: int
-    tau_micro: float
-    tau_macro: float
-    tokens_per_pass: float
-    histogram: list[int]
-    slots: list[SlotRate]
-    by_tag: dict[str, GroupTau]
-    by_context: dict[str, GroupTau]
-    lossless: Lossless | None
-    training_tau: float | None
-    training_agrees: bool | None
-    control_tau: float | None
-    control_suspicious: bool | None
-    seconds_per_token: float | None
-    plain_seconds_per_token: float | None
-    dtype: str
-    rows: list[PromptRow]
-    set_aside: list[str]
-    memory: Memory
-
-    def to_json(self) -> dict[str, Any]:
-        """Nested plain values."""
-        return dataclasses.asdict(self)
+    if settings.batch_size > 1 or settings.tree_budget is not None:
+        check_masks(target)
 
 
 def evaluate(
@@ -138,78 +85,118 @@ def evaluate(
     check_training: bool = True,
     pieces: Callable[[list[int]], list[str]] | None = None,
 ) -> EvaluationReport:
-    """Decodes prompts greedily with drafts and measures acceptance.
+    """Decodes prompts with drafts and measures acceptance.
 
     Args:
         target: loaded in the compute type, with the drafter's taps.
         network: the drafter, on the target's device.
         prompts: what to answer: the first `settings.num_prompts`, without those that are too long for the target.
-        settings: limits.
+        settings: limits, and how tokens are chosen and drafts verified.
         progress: called with (prompts done, prompts) after each.
-        check_lossless: also decode plainly and compare.
-        check_training: also run the training forward on the decoded answers and compare.
+        check_lossless: also decode plainly and, in greedy decoding, compare.
+        check_training: also run the training forward on the decoded answers and compare; in greedy decoding.
         pieces: the text of each token of an answer, for the report.
 
     Raises:
         DataError: no prompts, none that fits, or one that cannot be decoded.
         DrafterError: drafter and target do not fit each other.
-        TargetError: several prompts at once, on a target that cannot.
+        TargetError: see `check_way`.
     """
     check_pair(target, network.spec)
+    check_way(target, settings)
     chosen, set_aside = fitting(target, prompts[: settings.num_prompts])
-    plain: list[Decoded] = []
-    matched: list[int] = []
-    expected: list[int] = []
-    limits = {"max_new_tokens": settings.max_new_tokens, "stop_ids": target.facts.eos_token_ids}
-    answers: list[Decoded] = []
-    if settings.batch_size > 1:
-        ids = [prompt.ids for prompt in chosen]
-        answers = batch_decode(target, network, ids, batch_size=settings.batch_size, **limits)
-    for done, prompt in enumerate(chosen, start=1):
-        if settings.batch_size == 1:
-            answers.append(speculative_decode(target, network, prompt.ids, **limits))
-        answer = answers[done - 1]
-        if check_lossless:
-            plain.append(greedy_decode(target, prompt.ids, **limits))
-        if check_training and answer.passes:
-            ours, theirs = training_accepted(target, network, prompt.ids, answer)
-            expected += ours
-            matched += theirs
-        if progress is not None:
-            progress(done, len(chosen))
-    control = [
-        speculative_decode(target, network, prompt.ids, without_features=True, **limits)
-        for prompt in chosen[:CONTROL_PROMPTS]
-    ]
+    found = _decode(target, network, chosen, settings, progress, check_lossless, check_training)
+    answers = found.answers
     texts = [pieces(answer.ids) if pieces else [f" {token}" for token in answer.ids] for answer in answers]
-    report = _report(target, network, chosen, answers, plain, (expected, matched), control, check_lossless, texts)
-    if settings.batch_size > 1:
-        report = dataclasses.replace(report, plain_seconds_per_token=None)
+    report = _report(target, network, chosen, found, settings, check_lossless and settings.temperature == 0, texts)
     return dataclasses.replace(report, set_aside=set_aside)
+
+
+@dataclass(slots=True)
+class _Found:
+    """Answers of the prompts by each way of decoding; `expected` and `matched` as from `training_accepted`."""
+
+    answers: list[Decoded] = dataclasses.field(default_factory=list)
+    trees: list[Decoded] = dataclasses.field(default_factory=list)
+    plain: list[Decoded] = dataclasses.field(default_factory=list)
+    control: list[Decoded] = dataclasses.field(default_factory=list)
+    expected: list[int] = dataclasses.field(default_factory=list)
+    matched: list[int] = dataclasses.field(default_factory=list)
+
+
+def _choice(settings: EvaluateConfig, place: int) -> Choice:
+    """How tokens of the prompt at a place are chosen; every way of decoding it draws from the same beginning."""
+    return Sampled(settings.temperature, settings.seed + place) if settings.temperature else Greedy()
+
+
+def _decode(
+    target: Target,
+    network: Drafter,
+    prompts: Sequence[EvaluationPrompt],
+    settings: EvaluateConfig,
+    progress: Callable[[int, int], None] | None,
+    check_lossless: bool,
+    check_training: bool,
+) -> _Found:
+    limits = {"max_new_tokens": settings.max_new_tokens, "stop_ids": target.facts.eos_token_ids}
+    found = _Found()
+    if settings.batch_size > 1:
+        ids, choices = [prompt.ids for prompt in prompts], [_choice(settings, at) for at in range(len(prompts))]
+        found.answers = batch_decode(target, network, ids, batch_size=settings.batch_size, choices=choices, **limits)
+    for place, prompt in enumerate(prompts):
+        if settings.batch_size == 1:
+            choice = _choice(settings, place)
+            found.answers.append(speculative_decode(target, network, prompt.ids, choice=choice, **limits))
+        if settings.tree_budget is not None:
+            answer = tree_decode(
+                target,
+                network,
+                prompt.ids,
+                budget=settings.tree_budget,
+                temperature=settings.tree_temperature,
+                chain=settings.tree_chain_seed,
+                choice=_choice(settings, place),
+                **limits,
+            )
+            found.trees.append(answer)
+        if check_lossless:
+            found.plain.append(plain_decode(target, prompt.ids, choice=_choice(settings, place), **limits))
+        answer = found.answers[place]
+        if check_training and answer.passes and settings.temperature == 0:
+            ours, theirs = training_accepted(target, network, prompt.ids, answer)
+            found.expected += ours
+            found.matched += theirs
+        if progress is not None:
+            progress(place + 1, len(prompts))
+    found.control = [
+        speculative_decode(
+            target, network, prompt.ids, choice=_choice(settings, place), without_features=True, **limits
+        )
+        for place, prompt in enumerate(prompts[:CONTROL_PROMPTS])
+    ]
+    return found
 
 
 def _report(
     target: Target,
     network: Drafter,
     prompts: Sequence[EvaluationPrompt],
-    answers: Sequence[Decoded],
-    plain: Sequence[Decoded],
-    training: tuple[list[int], list[int]],
-    control: Sequence[Decoded],
-    check_lossless: bool,
+    found: _Found,
+    settings: EvaluateConfig,
+    compare: bool,
     texts: Sequence[list[str]],
 ) -> EvaluationReport:
+    answers = found.answers
     passes = [entry for answer in answers for entry in answer.passes]
     whole = group(passes)
-    tags = sorted({tag for prompt in prompts for tag in prompt.tags})
-    loop, forward = training
-    loop_tau, training_tau = _mean(loop), _mean(forward)
+    loop_tau, training_tau = _mean(found.expected), _mean(found.matched)
     agrees = None
     if loop_tau is not None and training_tau is not None:
         agrees = abs(training_tau - loop_tau) <= AGREEMENT * loop_tau
-    controlled = group(entry for answer in control for entry in answer.passes)
-    same = group(entry for answer in answers[: len(control)] for entry in answer.passes)
+    controlled = group(entry for answer in found.control for entry in answer.passes)
+    same = group(entry for answer in answers[: len(found.control)] for entry in answer.passes)
     kept = sum(len(answer.ids) - 1 for answer in answers)
+    tree = _tree(target, network, prompts, found, settings, compare, whole.tau)
     return EvaluationReport(
         num_prompts=len(prompts),
         passes=whole.passes,
@@ -219,17 +206,9 @@ def _report(
         tokens_per_pass=kept / whole.passes if whole.passes else 0.0,
         histogram=histogram(passes, network.spec.num_drafts),
         slots=slot_rates(passes, network.spec.num_drafts),
-        by_tag={
-            tag: group(
-                entry
-                for prompt, answer in zip(prompts, answers, strict=True)
-                if tag in prompt.tags
-                for entry in answer.passes
-            )
-            for tag in tags
-        },
+        by_tag=_by_tag(prompts, answers),
         by_context=by_context(passes),
-        lossless=lossless(target, prompts, answers, plain) if check_lossless else None,
+        lossless=lossless(target, prompts, answers, found.plain) if compare else None,
         training_tau=training_tau,
         training_agrees=agrees,
         control_tau=controlled.tau if controlled.passes else None,
@@ -237,12 +216,54 @@ def _report(
         if controlled.passes
         else None,
         seconds_per_token=_seconds(answers),
-        plain_seconds_per_token=_seconds(plain),
+        plain_seconds_per_token=_seconds(found.plain) if settings.batch_size == 1 else None,
         dtype=str(target.dtype).removeprefix("torch."),
+        temperature=settings.temperature,
+        tree_tau=tree.tau_micro if tree is not None else None,
+        tree=tree,
         rows=[_row(*three) for three in zip(prompts, answers, texts, strict=True)],
         set_aside=[],
         memory=measure_memory(target, network, whole.tau or None),
     )
+
+
+def _tree(
+    target: Target,
+    network: Drafter,
+    prompts: Sequence[EvaluationPrompt],
+    found: _Found,
+    settings: EvaluateConfig,
+    compare: bool,
+    chain_tau: float,
+) -> TreeFigures | None:
+    """The figures of draft trees; None where there were none."""
+    if settings.tree_budget is None:
+        return None
+    passes = [entry for answer in found.trees for entry in answer.passes]
+    whole = group(passes)
+    return TreeFigures(
+        budget=settings.tree_budget,
+        chain_seed=settings.tree_chain_seed,
+        temperature=settings.tree_temperature,
+        passes=whole.passes,
+        new_tokens=sum(len(answer.ids) for answer in found.trees),
+        tau_micro=whole.tau,
+        tau_macro=macro_tau([answer.passes for answer in found.trees]),
+        below_chain=whole.tau < chain_tau,
+        histogram=histogram(passes, network.spec.num_drafts),
+        by_tag=_by_tag(prompts, found.trees),
+        by_context=by_context(passes),
+        lossless=lossless(target, prompts, found.trees, found.plain) if compare else None,
+        seconds_per_token=_seconds(found.trees),
+    )
+
+
+def _by_tag(prompts: Sequence[EvaluationPrompt], answers: Sequence[Decoded]) -> dict[str, GroupTau]:
+    pairs = list(zip(prompts, answers, strict=True))
+    return {
+        tag: group(entry for prompt, answer in pairs if tag in prompt.tags for entry in answer.passes)
+        for tag in sorted({tag for prompt in prompts for tag in prompt.tags})
+    }
 
 
 def lossless(

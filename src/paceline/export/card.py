@@ -207,7 +207,8 @@ def _data_rows(origin: Origin) -> Iterator[tuple[str, Any]]:
 def acceptance_table(evaluations: Sequence[Mapping[str, Any]]) -> str:
     """Markdown tables of decoding held-out prompts: τ by step; then the newest step's by tag and by context length.
 
-    Every number whose name says tau becomes a column, and the number of prompts; empty without any.
+    Every number whose name says tau becomes a column, and the number of prompts; empty without any. So does the
+    temperature, where answers were sampled.
     """
     columns: dict[str, None] = {}
     for entry in evaluations:
@@ -215,6 +216,8 @@ def acceptance_table(evaluations: Sequence[Mapping[str, Any]]) -> str:
         columns |= dict.fromkeys(key for key in named if "tau" in key or key in ("prompts", "num_prompts"))
     if not columns:
         return ""
+    if any(entry.get("temperature") for entry in evaluations):
+        columns["temperature"] = None
     head = ["step", *(name.replace("_", " ").replace("tau", "τ") for name in columns)]
     rows = [[entry["step"], *(entry.get(name, "") for name in columns)] for entry in evaluations]
     tables = [_columns(head, rows)]
