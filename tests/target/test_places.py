@@ -160,6 +160,22 @@ def test_spread_over_devices(base, device_map):
             _ = target.head
 
 
+def test_a_worker_over_several_devices_is_one_name(base, monkeypatch):
+    from paceline.target import load
+
+    asked, honest = [], load.placement_options
+
+    def noted(device_map, device, **more):
+        asked.append((device_map, device))
+        return honest(device_map, device, **more)
+
+    monkeypatch.setattr(load, "placement_options", noted)
+    settings, ids = TargetConfig(path=str(base), dtype="float32"), torch.arange(3, 12)[None]
+    spread, alone = (load_target(settings, [0, 2], device) for device in ("cpu+cpu", "cpu"))
+    assert asked == [(["cpu", "cpu"], "cpu"), (None, "cpu")]
+    assert torch.equal(spread.tap_rows(ids, [9])[0], alone.tap_rows(ids, [9])[0])
+
+
 def test_an_embedding_on_the_disk_is_refused(base):
     with pytest.raises(TargetError, match=r"its embedding lies on the disk; give it a device"):
         features(base, device_map={**ON_CPU, "model.embed_tokens": "disk"})

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch
 
-from paceline.check import budget
 from paceline.check.material import Material, few_samples, gather, plan_of
 from paceline.compose import resolve_spec
 from paceline.config import Settings
@@ -87,11 +86,8 @@ class Bench:
     @cached_property
     def target(self) -> Target:
         """The target on the device of its first worker."""
-        began, settings = time.perf_counter(), self.settings.target
-        first, *others = budget.devices_of(self.settings.flow.target_devices[0])
-        if others:
-            settings = settings.model_copy(update={"device_map": [first, *others]})
-        target = load_target(settings, self.resolved[1], first)
+        began = time.perf_counter()
+        target = load_target(self.settings.target, self.resolved[1], self.settings.flow.target_devices[0])
         self.load_seconds = time.perf_counter() - began
         return target
 

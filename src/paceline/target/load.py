@@ -53,7 +53,8 @@ def load_target(
     Args:
         settings: the target's settings.
         taps: layer ids to tap, in feature order.
-        device: where its embedding lies and its features come out, unless ``device_map`` says otherwise.
+        device: where its embedding lies and its features come out, unless ``device_map`` says otherwise; several,
+            joined by ``+``, for a target that is spread over them.
         dtype: type of weights and features; the settings' type where None.
 
     Raises:
@@ -74,12 +75,15 @@ def load_model(
 
     Args:
         settings: the target's settings.
-        device: where it lies, unless ``device_map`` says otherwise.
+        device: where it lies, unless ``device_map`` says otherwise; several, joined by ``+``, to spread it over them.
         dtype: type of its plain weights; the settings' type where None.
 
     Raises:
         TargetError: one line.
     """
+    first, *others = str(device).split("+")
+    if others:
+        settings, device = settings.model_copy(update={"device_map": [first, *others]}), first
     facts = describe_target(settings)
     config = read_config(settings.path, settings.trust_remote_code)
     wanted = torch_dtype(dtype or settings.dtype)

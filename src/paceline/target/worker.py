@@ -34,12 +34,9 @@ class TargetStage:
     def __init__(self, settings: TargetConfig, taps: Sequence[int], device: str, pool: BufferPool) -> None:
         from paceline.target.load import load_target
 
-        first, *others = device.split("+")
-        if others:
-            settings = settings.model_copy(update={"device_map": [first, *others]})
-        self._target = load_target(settings, taps, first)
+        self._target = load_target(settings, taps, device)
         self._pool, self._device = pool, device
-        if first.startswith("cuda"):
+        if device.startswith("cuda"):
             pool.pin()
         self._handled = 0
 
