@@ -166,8 +166,12 @@ def _refusal(target: Target) -> str:
 
 
 def _additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
-    """A mask [B, 1, T, C] to be added to scores."""
-    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, torch.finfo(dtype).min)[:, None]
+    """A mask [B, 1, T, C] to be added to scores; finite in float32 too, which eager attention may take softmax in.
+
+    Otherwise a row that sees nothing (padding) would become NaN, and so would whoever meets its values.
+    """
+    hidden = max(torch.finfo(dtype).min, torch.finfo(torch.float32).min)
+    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, hidden)[:, None]
 
 
 def _give(mask: Tensor, target: Target) -> Any:
