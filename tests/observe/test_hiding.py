@@ -104,6 +104,15 @@ def test_a_level_plan_of_few_micro_batches_is_left_alone(
     assert warnings_of(simulate(tmp_path, "grid", "stratified", accumulate=4, epochs=4)) == {}
 
 
+def test_a_curriculum_is_not_told_to_be_what_it_was_chosen_not_to_be(tmp_path: Path) -> None:
+    plan = {"curriculum_share": 1.0, "curriculum_stages": 200}
+    run_dir = simulate(tmp_path, "grid", "curriculum", accumulate=2, plan=plan)
+    found = {finding.key: finding for finding in diagnose(read_history(run_dir))}
+    assert found["one-sided-steps"].level == "info"
+    assert "curriculum asks for it" in found["one-sided-steps"].advice
+    assert "by intent" in found["loss-jitter"].advice
+
+
 def test_one_micro_batch_a_step_is_not_told_to_be_stratified(tmp_path: Path) -> None:
     sentence = warnings_of(simulate(tmp_path, "bucketed", "shuffled", accumulate=1))["loss-jitter"]
     assert sentence.endswith("Raise plan.accumulate, so that a window spans more lengths.")

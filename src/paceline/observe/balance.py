@@ -22,6 +22,8 @@ def loss_jitter(run: History) -> list[Finding]:
     loss, line = ("step loss", "step") if run.line == "step" else (f"loss of a {run.line}", "line")
     if not by_length:
         advice = "raise plan.accumulate, so that a window spans more kinds of samples"
+    elif schedule == "curriculum":
+        advice = "plan.schedule: curriculum moves the lengths by intent; stratified would not"
     elif schedule == "stratified" or strategy in MIXED or run.pooled("window/micro_batches") < 1.01:
         advice = "raise plan.accumulate, so that a window spans more lengths"
     else:
@@ -55,6 +57,13 @@ def one_sided_steps(run: History) -> list[Finding]:
     return _of_one_bucket(run) or _of_other_lengths(run)
 
 
+def _unmixed(run: History, text: str) -> Finding:
+    """Steps that hold lengths of their own: a fault, unless the schedule was chosen for just that."""
+    if setting(run, "plan", "schedule") == "curriculum":
+        return Finding("one-sided-steps", "info", text, "plan.schedule: curriculum asks for it; stratified would not")
+    return Finding("one-sided-steps", "warning", text, "use plan.schedule: stratified, or raise plan.accumulate")
+
+
 def _of_other_lengths(run: History) -> list[Finding]:
     """Steps whose samples are far longer, or shorter, than those of others: no matter where the buckets' edges lie."""
     middle, square = run.pooled("window/log2_length"), run.pooled("window/log2_length_squared")
@@ -65,7 +74,7 @@ def _of_other_lengths(run: History) -> list[Finding]:
         f"The mean length of a step's samples changes by a factor of {2**scatter:.1f} from step to step "
         f"(it is {2**middle:.0f} tokens on the whole): steps do not hold the same lengths."
     )
-    return [Finding("one-sided-steps", "warning", text, "use plan.schedule: stratified, or raise plan.accumulate")]
+    return [_unmixed(run, text)]
 
 
 def _of_one_bucket(run: History) -> list[Finding]:
@@ -97,7 +106,7 @@ def _of_one_bucket(run: History) -> list[Finding]:
     else:
         return []
     text = f"{what}, most often bucket {most} ({percent(of_data[most])} of all micro-batches). {held}"
-    return [Finding("one-sided-steps", "warning", text, "use plan.schedule: stratified, or raise plan.accumulate")]
+    return [_unmixed(run, text)]
 
 
 def _total(run: History, name: str) -> float:
