@@ -104,7 +104,9 @@ def test_a_finished_run_with_a_damaged_checkpoint_says_so(make_run: MakeRun, tmp
     (state,) = (tmp_path / "run" / "checkpoints").rglob("state.pt")
     state.write_bytes(state.read_bytes()[:100])
     capfd.readouterr()
-    assert "cannot be read" in refused(["train", str(settings)], capfd, 1)
+    line = refused(["train", str(settings)], capfd, 1)
+    assert "no checkpoint can be used: step-00000002 damaged (state.pt has 100 bytes" in line
+    assert (tmp_path / "run" / "checkpoints" / "step-00000002").is_dir()
 
 
 def test_a_folder_without_a_run(tmp_path: Path, capfd) -> None:

@@ -223,7 +223,7 @@ def resume_point(run_dir: Path) -> tuple[int, tuple[str, ...]]:
         Its step (0 where there is none at all), and one sentence for each newer one that is damaged.
 
     Raises:
-        CheckpointError: there are checkpoints and all are damaged.
+        CheckpointError: there are checkpoints and all are damaged; one line that says how each is.
     """
     faults: dict[int, str] = {}
     for step in reversed(steps(run_dir)):
@@ -237,9 +237,9 @@ def resume_point(run_dir: Path) -> tuple[int, tuple[str, ...]]:
             )
         faults[step] = fault
     if faults:
+        told = ", ".join(f"{step_name(step)} {text}" for step, text in faults.items())
         raise CheckpointError(
-            *(f"{checkpoint_path(run_dir, step)}: {text}" for step, text in faults.items()),
-            f"{run_dir / CHECKPOINTS}: no checkpoint can be used; put back a whole one, or give another run_dir",
+            f"{run_dir / CHECKPOINTS}: no checkpoint can be used: {told}; put back a whole one, or give another run_dir"
         )
     return 0, ()
 
