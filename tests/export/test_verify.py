@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 
@@ -61,6 +62,36 @@ def test_a_configuration_that_says_something_else_is_refused(tmp_path, make_spec
     path.write_text(json.dumps(config))
     with pytest.raises(ExportError, match=name):
         verify(tmp_path / "drafter", spec, state)
+
+
+def keys(config, above=()):
+    """Places of all keys, nested ones included."""
+    for key, value in config.items():
+        yield (*above, key)
+        if isinstance(value, dict):
+            yield from keys(value, (*above, key))
+
+
+@pytest.mark.parametrize("format", ["zlab", "speculators"])
+@pytest.mark.parametrize("kind", ["full", "sliding causal and full"])
+def test_no_key_can_be_changed_or_dropped_unseen(tmp_path, make_spec, make_state, make_facts, kind, format) -> None:
+    """Whether an engine reads a key is the engine's affair: a base left out of one spelling is another base to some."""
+    spec = make_spec(kind)
+    state, facts, folder = make_state(spec), make_facts(spec), tmp_path / "drafter"
+    (write_zlab if format == "zlab" else write_speculators)(folder, spec, state, facts)
+    text = (folder / "config.json").read_text()
+    verify(folder, spec, state, facts)
+    for place in keys(json.loads(text)):
+        for change in (lambda part, key: part.pop(key), lambda part, key: part.update({key: "other"})):
+            config = json.loads(text)
+            part = functools.reduce(lambda inner, key: inner[key], place[:-1], config)
+            change(part, place[-1])
+            (folder / "config.json").write_text(json.dumps(config))
+            with pytest.raises(ExportError, match=str(folder)):
+                verify(folder, spec, state, facts)
+    (folder / "config.json").write_text(json.dumps({**json.loads(text), "added": 1}))
+    with pytest.raises(ExportError, match="added is 1, written was nothing"):
+        verify(folder, spec, state, facts)
 
 
 def test_one_bit_in_one_tensor_is_refused(tmp_path, make_spec, make_state) -> None:

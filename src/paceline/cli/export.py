@@ -255,20 +255,20 @@ def export(source: Source, out: Path, *, format: Format, dtype: str, check: bool
         text = json.dumps(_note(note, source, facts, paceline.__version__), indent=2)
         (aside / NOTE).write_text(text + "\n", encoding="utf-8")
         if check:
-            note["verified"] = asdict(_verified(aside, out, source))
+            note["verified"] = asdict(_verified(aside, out, source, facts))
 
     writers = {"zlab": write_zlab, "speculators": write_speculators}
     writers[format](out, spec, source.state, facts, dtype, extras=extras)
     return {**note, "commands": serving_commands(spec, format, str(out), source.target)}
 
 
-def _verified(aside: Path, out: Path, source: Source) -> Verification:
+def _verified(aside: Path, out: Path, source: Source, facts: TargetFacts) -> Verification:
     """Verify the folder before it takes its name, so that a wrong one never does."""
     from paceline.errors import ExportError
     from paceline.export.verify import verify
 
     try:
-        return verify(aside, source.spec, source.state)
+        return verify(aside, source.spec, source.state, facts)
     except ExportError as fault:
         raise ExportError(*(line.replace(str(aside), str(out)) for line in fault.faults)) from fault
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,11 +14,14 @@ from paceline.errors import ExportError
 from paceline.export.formats import folder_format, read_drafter
 from paceline.export.golden import draft_logits, golden_difference, stand_ins
 from paceline.export.qwen3 import read_config
+from paceline.export.speculators import speculators_config
 from paceline.export.weights import DTYPES, content_hash, in_dtype
+from paceline.export.zlab import zlab_config
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from paceline.contracts import TargetFacts
     from paceline.drafter.spec import DrafterSpec
 
 GOLDEN_TOLERANCE = 1e-4
@@ -49,16 +53,20 @@ class Verification:
     golden_difference: float | None
 
 
-def verify(folder: str | Path, spec: DrafterSpec, state: Mapping[str, Tensor]) -> Verification:
+def verify(
+    folder: str | Path, spec: DrafterSpec, state: Mapping[str, Tensor], facts: TargetFacts | None = None
+) -> Verification:
     """Reload a folder and compare everything with the trainer's drafter.
 
     Compared: every number of the spec (windows, causality, rotary base, taps, mask id, label convention, vocabulary,
-    ...), every tensor bit for bit after rounding to the folder's type, the logits on fixed inputs, and the golden
-    tensors.
+    ...), every other key of the configuration, every tensor bit for bit after rounding to the folder's type, the logits
+    on fixed inputs, and the golden tensors.
 
     Args:
         folder: of either format.
         spec, state: the trainer's drafter.
+        facts: the target. A speculators folder names it, so without it the keys of such a one are compared only as far
+            as they are the drafter's.
 
     Raises:
         ExportError: one line for each difference.
@@ -67,6 +75,7 @@ def verify(folder: str | Path, spec: DrafterSpec, state: Mapping[str, Tensor]) -
     faults = list(_spec_differences(folder, read_spec, spec))
     dtype = _dtype(folder, read_state)
     stored = in_dtype(state, spec, dtype)
+    faults = faults or list(_key_differences(folder, spec, dtype, facts))
     if not faults:
         faults = list(_tensor_differences(folder, read_state, stored))
     if faults:
@@ -99,6 +108,29 @@ def _spec_differences(folder: str | Path, found: DrafterSpec, wanted: DrafterSpe
     for name, value in before.items():
         if after[name] != value:
             yield f"{folder}: its configuration says {name} {_plain(after[name])}, the drafter has {_plain(value)}"
+
+
+def _key_differences(folder: str | Path, spec: DrafterSpec, dtype: str, facts: TargetFacts | None) -> Iterator[str]:
+    """Keys that are not as written: what reads as the same drafter here may read as another one elsewhere."""
+    where, found = read_config(folder)
+    if folder_format(folder) == "zlab":
+        wanted = zlab_config(spec, dtype)
+    elif facts is not None:
+        wanted = speculators_config(spec, facts, dtype)
+    else:
+        return
+    before, after = _leaves(wanted), _leaves(found)
+    for key in before | after:
+        if before.get(key) != after.get(key):
+            yield f"{where}: {key} is {after.get(key, 'absent')}, written was {before.get(key, 'nothing')}"
+
+
+def _leaves(config: Mapping[str, Any], above: str = "") -> dict[str, str]:
+    """Values that are no objects, as JSON, by their place."""
+    leaves: dict[str, str] = {}
+    for key, value in config.items():
+        leaves |= _leaves(value, f"{above}{key}.") if isinstance(value, dict) else {f"{above}{key}": json.dumps(value)}
+    return leaves
 
 
 def _plain(value: Any) -> Any:
