@@ -180,6 +180,37 @@ FAULTS = (
         "test_network.py -k training_equals",
     ),
     Fault(
+        "rotary position of joined rows off by one while decoding",
+        (("decoding.py", "cos[start : start + count]", "cos[start + 1 : start + count + 1]"),),
+        "test_decoding.py -k slow_path",
+    ),
+    Fault(
+        "copied weights that outlive the weights",
+        (
+            (
+                "network.py",
+                "if self._copied is None or self._copied.key != weights_key(self, like.dtype):",
+                "if self._copied is None:",
+            ),
+        ),
+        "test_decoding.py -k anew",
+    ),
+    Fault(
+        "the block stays in the cache",
+        (("decoding.py", "cache.settle(new)", "cache.settle(new + 1)"),),
+        "test_decoding.py -k leaves_nothing",
+    ),
+    Fault(
+        "waiting features are not taken back",
+        (("cache.py", "kept.append(part[:room])", "kept.append(part)"),),
+        "test_decoding.py -k leaves_nothing",
+    ),
+    Fault(
+        "the window of a draft layer reaches too far while decoding",
+        (("decoding.py", "slots - columns < window", "slots - columns <= window"),),
+        "test_decoding.py -k slow_path",
+    ),
+    Fault(
         "taps in another order",
         (
             (

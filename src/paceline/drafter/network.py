@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from paceline.drafter.attention import BACKENDS, Attention, rows_attention
 from paceline.drafter.attention.layout import Layout
 from paceline.drafter.cache import ContextCache
+from paceline.drafter.decoding import MOST_WAITING, DecodeWeights, weights_key
 from paceline.drafter.layers import GatedMLP, Linear, RMSNorm, rotary_table, rotate
 from paceline.drafter.spec import DrafterSpec
 from paceline.errors import DrafterError
@@ -107,6 +108,7 @@ class Drafter(nn.Module):
         super().__init__()
         self.spec = spec
         self.attention = attention
+        self._copied: DecodeWeights | None = None
         self.fc = Linear(len(spec.taps) * spec.hidden_size, spec.hidden_size)
         self.hidden_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
         self.layers = nn.ModuleList(DraftLayer(spec) for _ in range(spec.num_layers))
@@ -163,11 +165,16 @@ class Drafter(nn.Module):
         """Appends the context of the next tokens of a sequence to its cache.
 
         Args:
-            cache: of this network.
+            cache: of this network, whose weights stay as they are while it is used.
             features: tap outputs of the tokens at positions `cache.length`, ..., [T, N·H].
         """
-        positions = torch.arange(cache.length, cache.length + features.shape[0], device=features.device)
-        cache.append(self.context_parts(features, positions))
+        if self.attention != "auto":
+            positions = torch.arange(cache.length, cache.length + features.shape[0], device=features.device)
+            cache.append(self.context_parts(features, positions))
+            return
+        cache.waiting.append(features)
+        if cache.length - cache.stored > MOST_WAITING:
+            self._settle(cache)
 
     @torch.no_grad()
     def context_parts(self, features: Tensor, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
@@ -196,9 +203,29 @@ class Drafter(nn.Module):
         Raises:
             DrafterError: the cache ends before the anchor.
         """
-        if cache.length < position:
-            raise DrafterError(f"the context cache holds {cache.length} tokens; a block at {position} needs {position}")
+        length = cache.length
+        if length < position:
+            raise DrafterError(f"the context cache holds {length} tokens; a block at {position} needs {position}")
+        if self.attention == "auto" and length == position:
+            return self._weights(cache, block_embeddings).draft(cache, block_embeddings)
+        self._settle(cache)
         return self.draft_blocks(cache.layers(block_embeddings), cache.capacity, [position], block_embeddings[None])[0]
+
+    def _weights(self, cache: ContextCache, like: Tensor) -> DecodeWeights:
+        """Copied weights for a sequence; the copies of the last one where no weight was written since."""
+        if cache.weights is None:
+            if self._copied is None or self._copied.key != weights_key(self, like.dtype):
+                self._copied = None  # the old copies go before there are new ones
+                self._copied = DecodeWeights(self, like.dtype)
+            cache.weights = self._copied
+        return cache.weights
+
+    def _settle(self, cache: ContextCache) -> None:
+        """Stores keys and values of the tokens that wait."""
+        if cache.waiting:
+            features = torch.cat(cache.waiting)
+            self._weights(cache, features).extend(cache, features)
+            cache.waiting.clear()
 
     @torch.no_grad()
     def draft_blocks(
