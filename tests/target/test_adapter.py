@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -123,3 +124,14 @@ def test_what_is_no_adapter_is_refused(qwen3, adapter, tmp_path):
     written = json.loads((broken / "adapter_config.json").read_text())
     (broken / "adapter_config.json").write_text(json.dumps({**written, "peft_type": "NOVEL"}))
     assert "does not fit the target" in refusal(qwen3, broken)
+
+
+def test_an_adapter_with_numbers_that_are_none(qwen3, adapter, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    folder = tmp_path / "adapter"
+    shutil.copytree(adapter, folder)
+    stored = load_file(folder / "adapter_model.safetensors")
+    stored[next(iter(stored))].fill_(float("nan"))
+    save_file(stored, folder / "adapter_model.safetensors")
+    assert "cannot be merged" in refusal(qwen3, folder)

@@ -70,3 +70,39 @@ def test_chunks_cut_by_the_place_in_the_row_are_noticed(tmp_path, monkeypatch):
     monkeypatch.setattr(masking_utils, "remap_positions_for_packed_sequence", lambda mask, positions: mask)
     with pytest.raises(TargetError, match=r"lets documents that share a row see one another"):
         load_target(settings, [0, 2])
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_next", "nemotron_h", "zamba2", "lfm2"])
+def test_states_that_run_on_are_refused_in_16_bits_too(tmp_path, model_type):
+    """Their first tokens alone differ, by less than rounding is allowed or too few to move a median."""
+    path = saved(tmp_path, model_type, initializer_range=0.02)
+    with pytest.raises(TargetError, match=r"see one another: at layer \d+ their states follow a change"):
+        load_target(TargetConfig(path=path, dtype="bfloat16", rows="packed"), [0, 2])
+
+
+@pytest.mark.parametrize("model_type", ["qwen3", "qwen3_moe", "gemma3_text", "deepseek_v3"])
+def test_noise_of_16_bits_is_no_leak(tmp_path, model_type):
+    target = load_target(TargetConfig(path=saved(tmp_path, model_type), dtype="bfloat16", rows="packed"), [0, 2])
+    found = guard_first_batch(target, target.features(host_batch(DOCUMENTS)))
+    assert [entry.layer for entry in found] == [0, 2]
+
+
+def test_documents_that_see_one_another_only_far_along_the_row_stop_the_first_batch(tmp_path, monkeypatch):
+    """The trial at the start is too short to notice; a real batch is not."""
+    from paceline.target import frozen
+
+    honest = frozen.packed_arguments
+
+    def late(model, ids, lengths, keep):
+        arguments = honest(model, ids, lengths, keep)
+        positions = arguments["position_ids"]
+        if positions.shape[1] > 100:  # from there on the row is one document to the mask
+            positions[0, 100:] = positions[0, 99] + 1 + torch.arange(positions.shape[1] - 100)
+        return arguments
+
+    settings = TargetConfig(path=saved(tmp_path, "qwen3"), dtype="bfloat16", rows="packed")
+    target = load_target(settings, [0, 2])
+    monkeypatch.setattr(frozen, "packed_arguments", late)
+    few = [[3 + n % 90 for n in range(size)] for size in (3, 50, 30, 19, 9)]
+    with pytest.raises(TargetError, match=r"tap guard: batch 3: layer 0: documents that share a row follow"):
+        guard_first_batch(target, target.features(host_batch(few)))

@@ -55,6 +55,7 @@ def merge_adapter(model: Any, adapter: str) -> Any:
         raise TargetError(f"target.adapter = {adapter}: needs the package peft; pip install 'paceline[peft]'")
     from peft import PeftConfig, PeftModel, get_peft_model_state_dict
     from peft.utils import load_peft_weights
+    from safetensors import SafetensorError
 
     shown = f"target.adapter = {adapter}"
     try:
@@ -67,7 +68,7 @@ def merge_adapter(model: Any, adapter: str) -> Any:
             tuned = PeftModel.from_pretrained(model, str(config.parent), config=settings)
             has = get_peft_model_state_dict(tuned)
             stored = load_peft_weights(str(config.parent), device="cpu")
-    except (ValueError, RuntimeError, KeyError, TypeError, OSError) as fault:
+    except (ValueError, RuntimeError, KeyError, TypeError, OSError, AttributeError, SafetensorError) as fault:
         raise TargetError(f"{shown}: does not fit the target ({_reason(fault)}); {_base(config)}") from fault
     if strange := sorted(stored.keys() ^ has.keys()):
         side = "the target lacks" if strange[0] in stored else "the adapter lacks"
@@ -77,7 +78,10 @@ def merge_adapter(model: Any, adapter: str) -> Any:
         )
     if not hasattr(tuned.base_model, "merge_and_unload"):
         raise TargetError(f"{shown}: a {kind} adapter cannot be merged into the weights")
-    return tuned.merge_and_unload(safe_merge=True)
+    try:
+        return tuned.merge_and_unload(safe_merge=True)
+    except ValueError as fault:
+        raise TargetError(f"{shown}: cannot be merged ({_reason(fault)}); fetch the adapter again") from fault
 
 
 def _base(config: Path) -> str:

@@ -93,9 +93,11 @@ def load_embedding_and_head(
     model = build_on_meta(config, trust_remote_code)
     layers = _resting_layers(model, describe(path, trust_remote_code).num_layers)
     embedding, head = model.get_input_embeddings(), head_of(model)
-    names = {id(parameter): name for name, parameter in model.named_parameters(remove_duplicate=False)}
-    wanted = [names.get(id(embedding.weight)), names.get(id(getattr(head, "weight", None)))]
-    stored = [_stored_name(files, name) for name in wanted if name is not None]
+    names = {id(module): name for name, module in model.named_modules()}
+    wanted = [
+        f"{names[id(module)]}.weight" for module in (embedding, head) if getattr(module, "weight", None) is not None
+    ]
+    stored = [_stored_name(files, name) for name in wanted]
     tied = head is not None and head.weight is embedding.weight
     more = [name for name, _ in embedding.named_parameters() if name != "weight"]  # e.g. a norm of its own
     if layers is None or more or not stored or stored[0] is None or (stored[-1] is None and not tied):
@@ -117,7 +119,7 @@ def load_embedding_and_head(
     structure = Structure(layers, "", embedding, head, scale, note)
     bias = getattr(head, "bias", None)
     if isinstance(bias, Tensor) and head is not None:
-        name = _stored_name(files, names[id(bias)])
+        name = _stored_name(files, f"{names[id(head)]}.bias")
         head.bias = nn.Parameter(torch.zeros(bias.shape) if name is None else _read(files, name), requires_grad=False)
     return drafter_embedding(structure, path).to(dtype), drafter_head(structure, path).to(dtype)
 

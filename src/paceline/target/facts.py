@@ -127,16 +127,16 @@ def read_config(path: str, trust_remote_code: bool = False) -> Any:
 
     try:
         config = AutoConfig.from_pretrained(str(folder), **options)
-    except (ValueError, KeyError, TypeError, OSError, ImportError, AttributeError) as fault:
+    except Exception as fault:  # code that comes with the target may raise anything
         raise TargetError(f"target.path = {path}: config.json cannot be used ({first_line(fault)})") from fault
     _check_causal(path, config, raw)
     return config
 
 
 def first_line(fault: BaseException) -> str:
-    """The first line of an exception's text, or its class name."""
-    text = str(fault).strip()
-    return text.splitlines()[0] if text else type(fault).__name__
+    """The first line of an exception's text, with the next where it ends with a colon; or its class name."""
+    lines = [line.strip() for line in str(fault).splitlines() if line.strip()]
+    return " ".join(lines[: 2 if lines[0].endswith(":") else 1]) if lines else type(fault).__name__
 
 
 def causal_classes(model_type: str) -> list[str]:
@@ -258,5 +258,8 @@ def _stop_tokens(folder: Path, config: Any, text: Any) -> tuple[int, ...]:
     candidates += [getattr(text, "eos_token_id", None), getattr(config, "eos_token_id", None)]
     for value in candidates:
         if value is not None:
-            return tuple(value) if isinstance(value, (list, tuple)) else (int(value),)
+            listed = tuple(value) if isinstance(value, (list, tuple)) else (value,)
+            if not all(isinstance(token, int) for token in listed):
+                raise TargetError(f"{folder}: eos_token_id {value!r} is no token id; mend generation_config.json")
+            return listed
     return ()

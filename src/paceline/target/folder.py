@@ -37,6 +37,8 @@ def resolve_folder(path: str, *, weights: bool = True) -> Path:
         TargetError: neither exists; one line.
     """
     place = Path(path).expanduser()
+    if place.is_dir() and place.suffix == ".gguf":
+        raise TargetError(f"target.path = {path}: is a folder that is named like a GGUF file; give it another name")
     if place.is_dir():
         return place
     if place.is_file():
@@ -64,13 +66,25 @@ def _fetch(name: str, *, weights: bool) -> Path:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a folder, sorted; empty where weights lie in another format."""
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        return [folder / name for name in names]
-    single = folder / "model.safetensors"
-    return [single] if single.is_file() else []
+    """The safetensors files of a folder, sorted; empty where weights lie in another format.
+
+    Where one whole file and shards lie side by side, transformers loads the file; so that is what counts.
+
+    Raises:
+        TargetError: an index that names no files; one line.
+    """
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if single.is_file():
+        return [single]
+    if not index.is_file():
+        return []
+    try:
+        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        if not names:
+            raise ValueError("names no file")
+        return [folder / name for name in sorted(names)]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as fault:
+        raise TargetError(f"{index}: not the index of weight files ({fault}); fetch the folder again") from fault
 
 
 def read_header(file: Path) -> dict[str, Any]:
@@ -88,7 +102,7 @@ def read_header(file: Path) -> dict[str, Any]:
             end = 8 + size + max((entry["data_offsets"][1] for key, entry in header.items() if key != "__metadata__"))
         if file.stat().st_size < end:
             raise ValueError(f"has {file.stat().st_size} of {end} bytes")
-    except (OSError, ValueError, struct.error, KeyError, TypeError) as fault:
+    except (OSError, ValueError, struct.error, KeyError, TypeError, AttributeError) as fault:
         raise TargetError(
             f"{file}: unreadable as safetensors ({fault}); fetch the file again or name the right folder"
         ) from fault

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from paceline.contracts import FeatureBatch
 from paceline.errors import TargetError
+from paceline.target.apart import leaks
 from paceline.target.frozen import Target
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 6e-2}
@@ -84,7 +85,8 @@ def guard_first_batch(target: Target, batch: FeatureBatch) -> list[TapStatistics
     """Checks a worker's first batch, running pieces of it again.
 
     Beyond `check_features`: its shortest and longest rows alone, and the first half of the longest alone, give the
-    states that they had in the batch; tapping each neighbouring layer instead gives others.
+    states that they had in the batch; tapping each neighbouring layer instead gives others. Of documents that share a
+    row, some are changed, and the others must not follow.
 
     Args:
         target: the loaded target.
@@ -109,6 +111,13 @@ def guard_first_batch(target: Target, batch: FeatureBatch) -> list[TapStatistics
         alone, _ = target.tap_rows(ids[row : row + 1, :length], [length])
         within = batch.features[int(starts[row]) : int(starts[row]) + length]
         errors = np.maximum(errors, _compare(target, alone, within.to(alone.device), batch, row, length))
+    for layer, leak in zip(target.taps, _leaks(target, ids, lengths), strict=True):
+        if leak != 0.0:
+            raise TargetError(
+                f"tap guard: batch {batch.host.planned.index}: layer {layer}: documents that share a row follow a "
+                f"change of those before them by {leak:.2g} (relative); set target.rows to padded "
+                "and plan.strategy to grid"
+            )
     changes = _shift_changes(target, ids[longest : longest + 1, : min(int(lengths[longest]), LONGEST_PROBE)])
     for layer, change in zip(target.taps, changes, strict=True):
         if not change > TOLERANCE.get(target.dtype, 1e-2) * 1e-2:
@@ -141,6 +150,10 @@ def _compare(target: Target, alone: Tensor, within: Tensor, batch: FeatureBatch,
             )
         errors.append(float(relative.max()))
     return np.asarray(errors)
+
+
+def _leaks(target: Target, ids: Tensor, lengths: np.ndarray) -> list[float]:
+    return leaks(target, ids, lengths) if target.packed and len(lengths) > 1 else [0.0] * len(target.taps)
 
 
 def _shift_changes(target: Target, ids: Tensor) -> list[float]:

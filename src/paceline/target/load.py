@@ -19,11 +19,11 @@ from paceline.errors import TargetError
 from paceline.target.adapter import merge_adapter
 from paceline.target.ends import load_embedding_and_head, model_class
 from paceline.target.facts import describe_target, first_line, read_config
-from paceline.target.folder import resolve_folder
+from paceline.target.folder import read_header, resolve_folder, weight_files
 from paceline.target.frozen import Target
 from paceline.target.packed import prove_packed
 from paceline.target.placement import home_of, placement_options
-from paceline.target.quantize import quantised, quantization_options, widen
+from paceline.target.quantize import quantised, quantization_options, stored_quantization, widen
 from paceline.target.structure import Structure, find_structure
 from paceline.target.taps import check_taps
 
@@ -35,6 +35,10 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
+
+
+PLAIN = ("F64", "F32", "F16", "BF16")
+"""Types of plain weights, as safetensors names them."""
 
 
 def torch_dtype(name: str | torch.dtype) -> torch.dtype:
@@ -121,10 +125,25 @@ def _load(settings: TargetConfig, config: Any, dtype: torch.dtype, device: str |
     try:
         with _quiet():
             model, info = model_class(config).from_pretrained(str(resolve_folder(path)), **options)
-    except (OSError, ValueError, RuntimeError, ImportError, KeyError, TypeError, AttributeError) as fault:
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as fault:  # damaged files, and code that comes with the target, may raise anything
         raise TargetError(f"target.path = {path}: its weights cannot be loaded ({first_line(fault)})") from fault
     _check_complete(path, info)
+    if stored_quantization(config) is None and not path.endswith(".gguf"):
+        _check_plain(path)
     return model
+
+
+def _check_plain(path: str) -> None:
+    """Refuse quantised weights whose configuration does not say so: transformers would take their codes for weights."""
+    for file in weight_files(resolve_folder(path)):
+        for name, entry in read_header(file).items():
+            if name.endswith(".weight") and entry["dtype"] not in PLAIN:
+                raise TargetError(
+                    f"target.path = {path}: {name} is stored as {entry['dtype']}, but config.json has no "
+                    "quantization_config that says how to read it; fetch config.json again"
+                )
 
 
 def _has_experts_choice() -> bool:

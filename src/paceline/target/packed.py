@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from paceline.errors import TargetError
+from paceline.target.apart import leaks
 from paceline.target.frozen import Target
 from paceline.target.guard import TOLERANCE
 
@@ -19,7 +20,7 @@ REMEDY = "set target.rows to padded and plan.strategy to grid"
 
 @torch.no_grad()
 def prove_packed(target: Target) -> float:
-    """Runs a few random documents in one row and each alone.
+    """Runs a few random documents in one row and each alone, then changes some and looks whether others follow.
 
     Where the configuration names an attention chunk, the first document ends just before its border, so that chunks cut
     by the place in the row are noticed.
@@ -56,4 +57,10 @@ def prove_packed(target: Target) -> float:
                 f"those alone by {float(judged):.2g} (relative, {allowed:g} allowed); {REMEDY}"
             )
         worst = max(worst, float(relative.max()))
+    for layer, leak in zip(target.taps, leaks(target, ids, lengths), strict=True):
+        if leak != 0.0:
+            raise TargetError(
+                f"{where} lets documents that share a row see one another: at layer {layer} their states follow a "
+                f"change of the documents before them by {leak:.2g} (relative); {REMEDY}"
+            )
     return worst

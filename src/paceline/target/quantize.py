@@ -94,7 +94,14 @@ def widen(path: str, model: Any, dtype: torch.dtype) -> Any:
                 f"target.quantization = none: the {getattr(method, 'value', method)} weights of {path} cannot be "
                 f"widened ({first_line(fault)}); use stored"
             ) from fault
-    return model.to(dtype)
+    if quantizer is None:
+        return model
+    try:
+        return model.to(dtype)
+    except RuntimeError as fault:
+        raise TargetError(
+            f"target.quantization = none: {first_line(fault)}; leave disk out of target.device_map"
+        ) from fault
 
 
 def _write(config: Any, quantization: dict[str, Any]) -> None:

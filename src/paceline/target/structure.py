@@ -98,7 +98,13 @@ def find_structure(model: Any, num_layers: int) -> Structure:
     weight = embedding.weight
     rows = weight.shape[0]
     ids = torch.tensor([[1 % rows, 3 % rows, 2 % rows, 3 % rows]], device=weight.device)
-    stacks = _called_stacks(model, ids)
+    try:
+        stacks = _called_stacks(model, ids)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as fault:  # kernels that are missing, shapes that quantised weights do not allow
+        reason = (str(fault).strip().splitlines() or [type(fault).__name__])[0]
+        raise TargetError(f"{type(model).__name__}: it loads, but cannot run on {weight.device} ({reason})") from fault
     fitting = [(name, called) for name, called in stacks.items() if len(called) == num_layers]
     if not fitting:
         seen = ", ".join(f"{name} ({len(called)})" for name, called in stacks.items()) or "none"
