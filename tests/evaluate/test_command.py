@@ -8,6 +8,7 @@ import shutil
 
 import pytest
 
+from paceline.cli import evaluate as command
 from paceline.cli import main
 from paceline.config import DrafterConfig
 from paceline.data.tokenizer import load_tokenizer, mask_token_id
@@ -151,6 +152,12 @@ def test_another_target_than_the_folder_notes_is_refused(target, folder, demo_as
         (["{folder}", "--target", "{target}"], "give files with --prompts"),
         (["{folder}", "--target", "{target}", "--step", "3", "--prompts", "x"], "only runs have steps"),
         (["{folder}", "--target", "{target}", "--prompts", "x", "--plot", "tau.pdf"], "written as .png or .svg"),
+        (
+            ["{folder}", "--target", "{target}", "--prompts", "x", "--plot", "{folder}/config.json/tau.svg"],
+            "be written",
+        ),
+        (["{folder}", "--target", "{target}", "--prompts", "x", "--device", "cuda:99"], "no such device here"),
+        (["{folder}", "--target", "{target}", "--prompts", "x", "--device", "tpu"], "no such device here"),
         (["{folder}", "--target", "{target}", "--prompts", "x", "--evaluate.tree_budget", "0"], "evaluate.tree_budget"),
         (
             ["{folder}", "--target", "{target}", "--evaluate.tree_budget", "9", "--evaluate.batch_size", "2"],
@@ -169,3 +176,15 @@ def test_faults_are_one_line(target, folder, capsys, words, says):
     code = main(["evaluate", *(word.format(folder=folder, target=target) for word in words)])
     shown = capsys.readouterr().err
     assert code in (1, 2) and says in shown and shown.count("error:") == 1
+
+
+def test_a_fault_of_the_last_drafter_comes_before_the_first_is_decoded(
+    target, folder, demo_assets, tmp_path, capsys, monkeypatch
+):
+    other = shutil.copytree(folder, tmp_path / "other")
+    (other / "model.safetensors").write_bytes(b"none")
+    decoded: list[str] = []
+    monkeypatch.setattr(command, "evaluate_drafter", lambda *_, title, **__: decoded.append(title))
+    words = ["evaluate", folder, str(other), "--target", target, "--prompts", str(demo_assets / "heldout.jsonl")]
+    assert main(words) in (1, 2)
+    assert "cannot be read as safetensors" in " ".join(capsys.readouterr().err.split()) and not decoded

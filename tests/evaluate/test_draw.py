@@ -63,5 +63,7 @@ def test_pictures_in_pixels_and_faults(reports, tmp_path):
     with pytest.raises(ConfigError, match=r"tau.pdf: a picture is written as .png or .svg; name the file so"):
         draw_evaluations(reports, tmp_path / "tau.pdf")
     (tmp_path / "file").write_text("", encoding="utf-8")
-    with pytest.raises(DataError, match=r"tau.svg: cannot be written"):
+    with pytest.raises(ConfigError, match=r"tau.svg: cannot be written; name a file in a folder"):
         draw_evaluations(reports, tmp_path / "file" / "tau.svg")
+    with pytest.raises(DataError, match=r"svg: cannot be written \(.*too long"):
+        draw_evaluations(reports, tmp_path / f"{'x' * 300}.svg")

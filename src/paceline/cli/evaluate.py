@@ -72,11 +72,14 @@ def run(argv: Sequence[str]) -> int:
         from paceline.evaluate.draw import check_kind
 
         check_kind(arguments.plot)
+    _check_device(arguments.device)
     sources = [_source(path, arguments, overrides) for path in arguments.drafters]
-    reports: dict[str, EvaluationReport] = {}
-    for path, (settings, step) in zip(arguments.drafters, sources, strict=True):
-        network, at = load_network(path, step)
+    # All are read and checked before the first is decoded, which may take long.
+    loaded = [load_network(path, step) for path, (_, step) in zip(arguments.drafters, sources, strict=True)]
+    for path, (settings, _), (network, _) in zip(arguments.drafters, sources, loaded, strict=True):
         _check_target(path, settings, network, other_target=arguments.other_target)
+    reports: dict[str, EvaluationReport] = {}
+    for path, (settings, _), (network, at) in zip(arguments.drafters, sources, loaded, strict=True):
         report = evaluate_drafter(
             settings, network, title=str(path), device=arguments.device, check_lossless=arguments.lossless
         )
@@ -96,6 +99,17 @@ def run(argv: Sequence[str]) -> int:
         draw_evaluations(reports, arguments.plot)
         frame.stderr.print(f"drawn: {escape(str(arguments.plot))}")
     return 1 if any(report.faults for report in reports.values()) else 0
+
+
+def _check_device(name: str) -> None:
+    """Refuse a device that this machine does not have."""
+    import torch
+
+    count = torch.cuda.device_count()
+    kind, _, number = name.partition(":")
+    there = name == "cpu" or (kind == "cuda" and (number or "0").isdecimal() and int(number or 0) < count)
+    if not there:
+        raise ConfigError(f"--device {name}: no such device here; there are cpu and {count} CUDA devices")
 
 
 def _source(path: Path, arguments: Arguments, overrides: Mapping[str, str]) -> tuple[Settings, int | None]:

@@ -6,6 +6,7 @@ colour. matplotlib is imported when something is drawn.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -64,13 +65,16 @@ def draw_evaluations(reports: Mapping[str, EvaluationReport], path: Path) -> Non
 
 
 def check_kind(path: Path) -> None:
-    """Refuse a file that is no picture, before any work.
+    """Refuse a file that is no picture, or that cannot be written, before any work.
 
     Raises:
-        ConfigError: its name says so.
+        ConfigError: its name or its folder says so.
     """
     if path.suffix.lower() not in KINDS:
         raise ConfigError(f"{path}: a picture is written as {' or '.join(KINDS)}; name the file so")
+    nearest = next(folder for folder in path.absolute().parents if folder.exists())
+    if path.is_dir() or not nearest.is_dir() or not os.access(nearest, os.W_OK):
+        raise ConfigError(f"{path}: cannot be written; name a file in a folder that is there or can be made")
 
 
 def _draw_slots(axis: Axes, reports: Mapping[str, EvaluationReport]) -> None:
