@@ -65,5 +65,8 @@ def test_pictures_in_pixels_and_faults(reports, tmp_path):
     (tmp_path / "file").write_text("", encoding="utf-8")
     with pytest.raises(ConfigError, match=r"tau.svg: cannot be written; name a file in a folder"):
         draw_evaluations(reports, tmp_path / "file" / "tau.svg")
-    with pytest.raises(DataError, match=r"svg: cannot be written \(.*too long"):
+    with pytest.raises(ConfigError, match=r"svg: cannot be written \(.*too long\); give another name"):
         draw_evaluations(reports, tmp_path / f"{'x' * 300}.svg")
+    (tmp_path / "full.svg").symlink_to("/dev/full")
+    with pytest.raises(DataError, match=r"full.svg: cannot be written \(.*No space left"):
+        draw_evaluations(reports, tmp_path / "full.svg")

@@ -72,8 +72,12 @@ def check_kind(path: Path) -> None:
     """
     if path.suffix.lower() not in KINDS:
         raise ConfigError(f"{path}: a picture is written as {' or '.join(KINDS)}; name the file so")
-    nearest = next(folder for folder in path.absolute().parents if folder.exists())
-    if path.is_dir() or not nearest.is_dir() or not os.access(nearest, os.W_OK):
+    try:
+        nearest = next(folder for folder in path.absolute().parents if folder.exists())
+        writable = not path.is_dir() and nearest.is_dir() and os.access(nearest, os.W_OK)
+    except OSError as fault:
+        raise ConfigError(f"{path}: cannot be written ({fault.strerror}); give another name") from fault
+    if not writable:
         raise ConfigError(f"{path}: cannot be written; name a file in a folder that is there or can be made")
 
 
