@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file, save_file
 
 from paceline.check import budget
 from paceline.check.bench import Bench, Limits
@@ -20,7 +21,9 @@ from paceline.check.findings import Finding
 from paceline.check.material import take_rows
 from paceline.check.preflight import CHECKS, preflight
 from paceline.check.run_checks import check_split
+from paceline.checkpoint.rundir import open_run
 from paceline.cli import main
+from paceline.compose import resolve_spec
 from paceline.config import Settings, load_settings
 from paceline.data.tokenizer import load_tokenizer
 from paceline.drafter.learner import Learner
@@ -275,3 +278,112 @@ def test_numbers_that_mean_nothing(
 ) -> None:
     assert main(["check", str(make()), *flags]) == 2
     assert "must be more than 0" in capsys.readouterr().err
+
+
+def spoil(demo_assets: Path, folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> str:
+    """A copy of the embedded target with other weights; returns its folder."""
+    shutil.copytree(demo_assets / "target", folder)
+    stored = load_file(folder / "model.safetensors")
+    change(stored)
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    return str(folder)
+
+
+@pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.7.mlp.down_proj.weight"])
+def test_weights_behind_the_last_tap_that_are_no_numbers(
+    make: MakeSettings, demo_assets: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    """No tap sees them, and speculative and plain decoding choose the same token from logits that are all NaN."""
+    path = spoil(demo_assets, tmp_path / "t", lambda stored: stored[name].view(-1)[:1].fill_(float("nan")))
+    code, found = checked(make(target={"path": path}), capsys)
+    assert code == 1
+    assert found["decoding"]["status"] == "fail"
+    assert "logits are not finite" in found["decoding"]["detail"]
+
+
+def test_an_embedding_row_that_is_no_number(
+    make: MakeSettings, demo_assets: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ends = ("model.embed_tokens.weight", "lm_head.weight")
+    path = spoil(
+        demo_assets,
+        tmp_path / "t",
+        lambda stored: [stored[end][100].fill_(float("inf")) for end in ends if end in stored],
+    )
+    code, found = checked(make(target={"path": path}), capsys)
+    assert code == 1
+    assert found["target"]["status"] == "fail"
+    assert "1 rows of its embedding, the first 100" in found["target"]["detail"]
+
+
+def test_files_without_a_row(make: MakeSettings, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "blank.jsonl").write_text("\n\n", encoding="utf-8")
+    _, found = checked(make(data={"train": [str(tmp_path / "blank.jsonl")]}), capsys)
+    assert found["data"]["status"] == "fail"
+    assert "no rows" in found["data"]["detail"]
+
+
+def test_unusable_rows_are_named_by_their_own_place(
+    make: MakeSettings, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "asked.jsonl"
+    file.write_text('{"messages": [{"role": "user", "content": "a"}]}\n' * 4, encoding="utf-8")
+    _, found = checked(make(data={"train": [str(file)]}), capsys)
+    assert found["data"]["status"] == "fail"
+    assert f"{file}:1" in found["data"]["detail"]
+
+
+def fails_early(path: Path) -> dict[str, Finding]:
+    """Findings before anything is loaded; what needs weights is not asked."""
+    return findings_of(load_settings(path, {}))
+
+
+def test_a_place_that_holds_something_else(make: MakeSettings, tmp_path: Path) -> None:
+    path = make()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "letters.txt").write_text("not a run", encoding="utf-8")
+    found = fails_early(path)["settings"]
+    assert found.status == "fail"
+    assert "letters.txt" in found.detail
+    assert [entry.name for entry in (tmp_path / "run").iterdir()] == ["letters.txt"]
+
+
+def test_a_run_that_was_started_with_other_settings_or_another_target(make: MakeSettings, tmp_path: Path) -> None:
+    settings = load_settings(make(), {})
+    facts, _, spec = resolve_spec(settings)
+    open_run(settings, {"drafter": spec.to_dict(), "target": dict(facts.identity)})
+    before = {entry.name: entry.read_bytes() for entry in (tmp_path / "run").iterdir()}
+    found = findings_of(settings)
+    assert found["settings"].status == "pass"
+    assert "goes on with the run there" in found["settings"].detail
+    assert found["drafter"].status == "pass"
+    other = fails_early(make(optimizer={"lr": 0.003}))["settings"]
+    assert other.status == "fail"
+    assert "made with optimizer.lr = 0.01, asked for 0.003" in other.detail
+    note = json.loads(before["run.json"])
+    note["target"]["weights"] = "0" * 64
+    (tmp_path / "run" / "run.json").write_text(json.dumps(note), encoding="utf-8")
+    other = fails_early(make())["drafter"]
+    assert other.status == "fail"
+    assert "another target, which differs in weights" in other.detail
+    assert (tmp_path / "run" / "settings.yaml").read_bytes() == before["settings.yaml"]
+
+
+def test_a_drafter_to_begin_with_that_is_not_there(make: MakeSettings, tmp_path: Path) -> None:
+    found = fails_early(make(drafter={"init": str(tmp_path / "none")}))
+    assert found["drafter"].status == "fail"
+    assert found["overfit"].status == "skipped"
+
+
+def test_a_store_of_another_target_and_tags_that_it_lacks(
+    make: MakeSettings, demo_assets: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = {"store": str(tmp_path / "store")}
+    assert main(["prepare", str(make(data=store))]) == 0
+    capsys.readouterr()
+    path = spoil(demo_assets, tmp_path / "t", lambda stored: stored["model.norm.weight"].mul_(1.5))
+    _, found = checked(make(data=store, target={"path": path}, plan={"weights": {"nowhere": 2.0}}), capsys)
+    assert found["data"]["status"] == "warn"
+    assert "prepared for another target, which differs in weights" in found["data"]["advice"]
+    assert found["plan"]["status"] == "fail"
+    assert "nowhere" in found["plan"]["detail"]

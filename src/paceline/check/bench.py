@@ -76,7 +76,7 @@ class Bench:
     @cached_property
     def plan(self) -> EpochPlan:
         """First epoch over the material's store."""
-        return plan_of(self.settings, self.spec, self.material.store)
+        return plan_of(self.settings, self.spec, self.material)
 
     @cached_property
     def batches(self) -> list[PlannedBatch]:

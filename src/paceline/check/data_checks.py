@@ -10,6 +10,7 @@ from paceline.check.bench import Bench
 from paceline.check.findings import Finding
 from paceline.check.material import tokens_of
 from paceline.data.chats import render_prompts
+from paceline.data.prepare import other_target
 from paceline.data.report import REASONS
 from paceline.data.warn import warnings_of
 from paceline.errors import DataError
@@ -20,14 +21,15 @@ LEFT_OUT = 0.05
 
 def check_data(bench: Bench) -> Finding:
     """Rows that can be used, and what of them is supervised."""
-    material = bench.material
+    material, store = bench.material, bench.material.store
+    other = other_target(store.path, bench.facts.identity) if material.whole else None
     if material.report is None or material.sample is None:
-        store = material.store
         lengths, supervised = int(store.lengths.sum()), int(store.supervised.sum())
         detail = (
             f"store {store.path}: {len(store):,} samples, {lengths:,} tokens, {supervised / lengths:.1%} supervised"
         )
-        return Finding("data", "pass", detail, figures={"samples": len(store), "tokens": lengths})
+        figures = {"samples": len(store), "tokens": lengths}
+        return Finding("data", "warn" if other else "pass", detail, other or "", figures)
     report = material.report
     left = report.rows_in - report.rows_used
     share = left / report.rows_in
@@ -37,13 +39,15 @@ def check_data(bench: Bench) -> Finding:
     )
     figures = {"rows_in": report.rows_in, "rows_used": report.rows_used, "tokens": report.tokens}
     warnings = warnings_of(report, bench.settings.data, whole=False)
-    if share <= LEFT_OUT and not warnings:
+    if share <= LEFT_OUT and not warnings and not other:
         return Finding("data", "pass", detail, figures=figures)
     words = [
         f"{count.count} {REASONS[key]}, first {_origin(bench, count.example)}"
         for key, count in sorted(report.set_aside.items(), key=lambda item: -item[1].count)
     ]
-    advice = "; ".join([*words[:3], *warnings[:2]]) + "; see all with `paceline prepare`"
+    advice = "; ".join([*([other] if other else []), *words[:3], *warnings[:2]])
+    if words or warnings:
+        advice += "; see all with `paceline prepare`"
     return Finding("data", "warn", detail, advice, figures)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,15 +69,20 @@ def gather(settings: Settings, folder: Path, rows: int) -> Material:
     if settings.data.train:
         chats = folder / "rows.jsonl"
         origins, total = take_rows(settings.data.train, chats, rows)
+        if not origins:
+            raise DataError(f"data.train: no rows in {', '.join(settings.data.train)}; give files with one chat a line")
         share = min(1.0, len(origins) / total)
-        report = prepare(
-            [str(chats)],
-            folder / "store",
-            target.path,
-            settings.data.model_copy(update={"workers": 1, "heldout_share": 0.0}),
-            count_eligible=count_eligible,
-            trust_remote_code=target.trust_remote_code,
-        )
+        try:
+            report = prepare(
+                [str(chats)],
+                folder / "store",
+                target.path,
+                settings.data.model_copy(update={"workers": 1, "heldout_share": 0.0}),
+                count_eligible=count_eligible,
+                trust_remote_code=target.trust_remote_code,
+            )
+        except DataError as fault:
+            raise DataError(*(_own_places(line, chats, origins) for line in fault.faults)) from fault
         sample = open_store(folder / "store")
     elif not there:
         raise DataError(f"data.train: empty, and there is no store at {settings.store_path}; name files of chats")
@@ -85,6 +91,11 @@ def gather(settings: Settings, folder: Path, rows: int) -> Material:
         return Material(open_store(settings.store_path), True, 1.0, chats, sample, report, origins)
     assert sample is not None, "either the store is there or the sample was made"
     return Material(sample, False, share, chats, sample, report, origins)
+
+
+def _own_places(line: str, chats: Path, origins: dict[int, str]) -> str:
+    """A fault with the places of the user's files instead of those of the scratch file."""
+    return re.sub(rf"{re.escape(str(chats))}:(\d+)", lambda found: origins.get(int(found[1]), found[0]), line)
 
 
 def take_rows(names: list[str], into: Path, rows: int) -> tuple[dict[int, str], float]:
@@ -121,10 +132,11 @@ def _rows_of(piece: Piece, taken: int, written: int) -> float:
     return float(sum(1 for _ in read_piece(piece)))
 
 
-def plan_of(settings: Settings, spec: DrafterSpec, store: TokenStore) -> EpochPlan:
-    """The first epoch over a store; weights by tag are left out, a few rows may lack the tags."""
-    bare = settings.model_copy(update={"plan": settings.plan.model_copy(update={"weights": {}})})
-    return epoch_plan(bare, spec, store, 0)
+def plan_of(settings: Settings, spec: DrafterSpec, material: Material) -> EpochPlan:
+    """The first epoch; of a few rows without weights by tag, for they may lack the tags."""
+    if not material.whole:
+        settings = settings.model_copy(update={"plan": settings.plan.model_copy(update={"weights": {}})})
+    return epoch_plan(settings, spec, material.store, 0)
 
 
 def few_samples(store: TokenStore, spec: DrafterSpec, facts: TargetFacts, seed: int) -> HostBatch:

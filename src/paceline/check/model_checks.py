@@ -10,6 +10,7 @@ import torch
 from paceline.check.bench import Bench
 from paceline.check.findings import Finding, duration, size
 from paceline.config import EvaluateConfig
+from paceline.errors import TargetError
 from paceline.evaluate.run import evaluate
 from paceline.target.guard import TOLERANCE, guard_first_batch
 from paceline.target.session import TargetSession
@@ -21,8 +22,12 @@ PROMPTS, NEW_TOKENS = 4, 32
 
 
 def check_target(bench: Bench) -> Finding:
-    """The target loads."""
+    """The target loads, and what the drafter shares with it are numbers."""
     target = bench.target
+    for name, rows in (("embedding", target.embedding), ("head", target.head)):
+        if len(bad := (~torch.isfinite(rows.sum(dim=1, dtype=torch.float32))).nonzero().flatten()):
+            detail = f"{len(bad)} rows of its {name}, the first {int(bad[0])}, are not finite"
+            return Finding("target", "fail", detail, "fetch its weights again, or use a wider target.dtype")
     parameters = sum(p.numel() for p in target.model.parameters())
     held = weights_bytes(bench)
     detail = (
@@ -110,13 +115,21 @@ def session_error(bench: Bench) -> float:
 
     A sample is read in two pieces, with wrong tokens read and taken back between them, as rejected drafts are. In 16
     bits it is the median over tokens, as the tap guard judges.
+
+    Raises:
+        TargetError: the target's logits are not finite.
     """
     target, host = bench.target, bench.few.host
     place = int(host.lengths.argmax())
     length, start = int(host.lengths[place]), int(host.lengths[:place].sum())
     ids = torch.as_tensor(host.ids[place, :length], device=target.device)
     session, middle = TargetSession(target), length // 2
-    _, first = session.read(ids[:middle])
+    logits, first = session.read(ids[:middle])
+    if not bool(torch.isfinite(logits).all()):
+        raise TargetError(
+            f"the target's own logits are not finite for {int((~torch.isfinite(logits)).any(dim=1).sum())} of {middle} "
+            "tokens, though its taps are; look at its later layers, final norm and head, or use a wider target.dtype"
+        )
     session.read(ids[:middle].flip(0)[:8])
     session.rewind(middle)
     _, second = session.read(ids[middle:])

@@ -15,21 +15,33 @@ from paceline.check.data_checks import check_data, check_mask_token, check_templ
 from paceline.check.findings import Finding
 from paceline.check.model_checks import check_decode, check_overfit, check_taps, check_target
 from paceline.check.run_checks import check_memory, check_plan, check_split, check_time
+from paceline.checkpoint import rundir
+from paceline.checkpoint.store import steps
 from paceline.compose import check_support
 from paceline.config import Settings
 from paceline.errors import PacelineError
+from paceline.warm import check_init
 
 
 def check_settings(bench: Bench) -> Finding:
-    """Devices and combinations of settings."""
+    """Devices and combinations of settings; the run directory, whether it is this run's or free."""
     check_support(bench.settings)
-    flow = bench.settings.flow
-    return Finding("settings", "pass", f"{flow.mode}: {flow.target_devices} → {flow.drafter_devices}")
+    flow, run_dir = bench.settings.flow, Path(bench.settings.run_dir)
+    rundir.check_run(bench.settings)
+    rundir.check_writable(run_dir)
+    detail = f"{flow.mode}: {flow.target_devices} → {flow.drafter_devices}"
+    if rundir.is_run_directory(run_dir):
+        detail += f"; goes on with the run there, at step {max(steps(run_dir), default=0)}"
+    return Finding("settings", "pass", detail)
 
 
 def check_drafter(bench: Bench) -> Finding:
     """Configuration of the target, taps and drafter, from files alone."""
     facts, taps, spec = bench.resolved
+    settings, run_dir = bench.settings, Path(bench.settings.run_dir)
+    rundir.check_run(settings, {"drafter": spec.to_dict(), "target": dict(facts.identity)})
+    if settings.drafter.init is not None and not steps(run_dir):
+        check_init(settings.drafter.init, spec, settings.target.path)
     detail = (
         f"{spec.num_layers} layers, block {spec.block_size}, hidden {spec.hidden_size}, for {facts.architecture} with "
         f"{facts.num_layers} layers, taps {taps}"

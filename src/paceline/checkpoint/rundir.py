@@ -100,6 +100,32 @@ def open_run(settings: Settings, facts: Mapping[str, Any]) -> Path:
         raise _unwritable(Path(settings.run_dir), fault) from fault
 
 
+def check_run(settings: Settings, facts: Mapping[str, Any] | None = None) -> None:
+    """As `open_run`, but nothing is written.
+
+    Args:
+        settings: resolved settings.
+        facts: those of `open_run` that are known.
+
+    Raises:
+        RunDirectoryError: see `open_run`.
+    """
+    run_dir = Path(settings.run_dir)
+    if is_run_directory(run_dir):
+        faults = [*_changed_settings(run_dir, settings), *_changed_facts(run_dir, json.loads(json.dumps(facts or {})))]
+        if faults:
+            raise RunDirectoryError(*faults)
+        return
+    if run_dir.exists() and not run_dir.is_dir():
+        raise RunDirectoryError(f"{run_dir}: is a file; give run_dir another name")
+    names = sorted(path.name for path in run_dir.iterdir()) if run_dir.is_dir() else []
+    strangers = [name for name in names if not name.lstrip(".").startswith("store")]
+    if strangers:
+        raise RunDirectoryError(
+            f"{run_dir}: not empty and no run of paceline ({', '.join(strangers[:4])}); give run_dir another name"
+        )
+
+
 def check_writable(run_dir: Path) -> None:
     """Refuse a directory in which nothing can be written, before any work is done for it.
 
@@ -127,20 +153,10 @@ def _unwritable(run_dir: Path, fault: OSError) -> RunDirectoryError:
 
 
 def _open(run_dir: Path, settings: Settings, facts: Mapping[str, Any]) -> Path:
+    check_run(settings, facts)
     if is_run_directory(run_dir):
-        faults = [*_changed_settings(run_dir, settings), *_changed_facts(run_dir, facts)]
-        if faults:
-            raise RunDirectoryError(*faults)
         write_whole(run_dir / SETTINGS, dump_settings(settings))
         return run_dir
-    if run_dir.exists() and not run_dir.is_dir():
-        raise RunDirectoryError(f"{run_dir}: is a file; give run_dir another name")
-    names = sorted(path.name for path in run_dir.iterdir()) if run_dir.is_dir() else []
-    strangers = [name for name in names if not name.lstrip(".").startswith("store")]
-    if strangers:
-        raise RunDirectoryError(
-            f"{run_dir}: not empty and no run of paceline ({', '.join(strangers[:4])}); give run_dir another name"
-        )
     run_dir.mkdir(parents=True, exist_ok=True)
     write_whole(run_dir / RUN, json.dumps(facts, indent=2) + "\n")
     write_whole(run_dir / SETTINGS, dump_settings(settings))
