@@ -46,6 +46,36 @@ def test_a_second_trainer_is_told_who_holds_the_run(tmp_path: Path) -> None:
         ended(other)
 
 
+def test_a_run_is_held_under_all_its_names(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "other name").symlink_to(tmp_path / "run")
+    other = holder(tmp_path / "run")
+    try:
+        for name in (tmp_path / "other name", tmp_path / "run" / ".." / "run"):
+            told = pytest.raises(RunDirectoryError, match=f"another process \\(pid {other.pid}\\) is training it")
+            with told, hold_run(name):
+                pass
+    finally:
+        ended(other)
+
+
+def test_where_nothing_can_be_made_beside_a_run_its_directory_is_held_itself(tmp_path: Path) -> None:
+    """As with a mounted run directory whose parent is read-only; here the name of the file beside is too long."""
+    run = tmp_path / ("r" * 250)
+    with pytest.raises(RunDirectoryError, match="cannot be made"), hold_run(run):
+        pass
+    run.mkdir()
+    other = holder(run)
+    try:
+        with pytest.raises(RunDirectoryError, match=r"another process .* is training it"), hold_run(run):
+            pass
+    finally:
+        ended(other)
+    with hold_run(run):
+        pass
+    assert list(run.iterdir()) == []
+
+
 def test_a_killed_trainer_holds_nothing(tmp_path: Path) -> None:
     other = holder(tmp_path / "run")
     ended(other)
