@@ -8,12 +8,13 @@ import torch
 from paceline.config import TargetConfig
 from paceline.errors import TargetError
 from paceline.target import kvcache
+from paceline.target.blocks import reads_blocks
 from paceline.target.load import load_target
 from paceline.target.session import TargetSession
 from tiny_architectures import build, tiny_config
 
-KINDS = ["qwen3", "gpt2", "mistral", "gpt_oss", "gemma3", "qwen3_next", "qwen3_5_text", "falcon_h1", "mamba2", "lfm2"]
-HYBRID = {"lfm2", "qwen3_next", "qwen3_5_text", "falcon_h1", "mamba2"}
+HYBRID = {"lfm2", "qwen3_next", "qwen3_5_text", "falcon_h1", "mamba2", "mamba"}
+KINDS = ["qwen3", "gpt2", "mistral", "gpt_oss", "gemma3", *sorted(HYBRID)]
 TAPS = [2, 0]
 
 
@@ -23,6 +24,11 @@ def target(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
     build(tiny_config(request.param)).save_pretrained(str(folder))
     return request.param, load_target(TargetConfig(path=str(folder)), TAPS, dtype="float64")
+
+
+def saved(folder, name):
+    build(tiny_config(name)).save_pretrained(str(folder))
+    return load_target(TargetConfig(path=str(folder)), TAPS, dtype="float64")
 
 
 def whole(target, ids):
@@ -56,6 +62,36 @@ def test_pieces_and_rewinds_equal_the_whole(target, room, monkeypatch):
     assert at == 31
     assert session.replays == (name in HYBRID)
     assert (session.replayed_tokens > 0) == session.replays
+
+
+def read_in_two(target, ids, **how):
+    session = TargetSession(target, **how)
+    session.read(ids[:11])
+    return session.read(ids[11:])[0]
+
+
+def test_a_state_that_takes_no_block_is_found_out(tmp_path):
+    """Mamba starts a block afresh; were it trusted, the answer would be another one."""
+    target = saved(tmp_path, "mamba")
+    ids = torch.arange(5, 25)
+    expected = whole(target, ids)[0][11:]
+    assert float((read_in_two(target, ids, by_token=False) - expected).abs().max()) > 1e-3
+    torch.testing.assert_close(read_in_two(target, ids), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["mamba2", "qwen3_next"])
+def test_states_that_take_blocks_are_read_in_blocks(name, tmp_path):
+    target = saved(tmp_path, name)
+    assert reads_blocks(target, lambda by_token: TargetSession(target, by_token=by_token))
+
+
+@pytest.mark.parametrize(("name", "why"), [("jamba", "fails when it goes on"), ("recurrent_gemma", "otherwise than")])
+def test_a_target_that_cannot_go_on_from_its_cache_is_refused(name, why, tmp_path):
+    """Jamba asks its first layer for a length that it has not; RecurrentGemma keeps its state outside the cache."""
+    target = saved(tmp_path, name)
+    with pytest.raises(TargetError, match=f"{why}.*so it cannot decode; it can still be trained for") as fault:
+        TargetSession(target)
+    assert len(fault.value.faults) == 1
 
 
 def test_a_whole_read_can_be_taken_back(target):

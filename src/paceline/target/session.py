@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from paceline.errors import TargetError
+from paceline.target.blocks import reads_blocks
 from paceline.target.frozen import Target
 from paceline.target.kvcache import GrowingLayer, is_recurrent, layer_bytes, new_cache, restore, snapshot
 from paceline.target.masked import Reader, Visibility, check_masks
@@ -30,17 +31,27 @@ class TargetSession:
     Args:
         target: the model.
         forgets: whether layers with a window drop what is outside it.
+        by_token: whether new tokens are read one by one behind cached ones; None: where the target needs it.
+
+    Raises:
+        TargetError: the target cannot go on from its cache; see `reads_blocks`.
     """
 
-    def __init__(self, target: Target, *, forgets: bool = True) -> None:
+    def __init__(self, target: Target, *, forgets: bool = True, by_token: bool | None = None) -> None:
         self.target = target
         self.length = 0
         self.replayed_tokens = 0
         self._reader = Reader(target)
         self.cache = new_cache(target.model.config, forgets=forgets)
         self._recurrent = [index for index, layer in enumerate(self.cache.layers) if is_recurrent(layer)]
+        if by_token is None:
+            by_token = bool(self._recurrent) and not reads_blocks(target, self._bare)
+        self._by_token = by_token
         self._before: tuple[int, dict[int, dict[str, Any]]] = (0, {})
         self._read_since: list[Tensor] = []
+
+    def _bare(self, by_token: bool) -> TargetSession:
+        return TargetSession(self.target, by_token=by_token)
 
     @torch.no_grad()
     def read(
@@ -72,9 +83,17 @@ class TargetSession:
             cached = torch.arange(self.length, device=ids.device)
             everything = mask.new_ones(ids.shape[0], self.length)
             seen = Visibility(torch.cat([everything, mask], dim=1)[None], torch.cat([cached, positions])[None])
-        logits, features = self._reader.read(self.cache, ids[None], positions[None], seen, last_only=last_only)
+        # Where the state takes no block, tokens follow one by one.
+        size = 1 if self._by_token and self.length else max(1, ids.shape[0])
+        found = [
+            self._reader.read(self.cache, some[None], places[None], seen, last_only=last_only)
+            for some, places in zip(ids.split(size), positions.split(size), strict=True)
+        ]
         self.length += ids.shape[0]
-        return logits[0], features[0]
+        if len(found) == 1:
+            return found[0][0][0], found[0][1][0]
+        logits = found[-1][0][0] if last_only else torch.cat([entry[0][0] for entry in found])
+        return logits, torch.cat([entry[1][0] for entry in found])
 
     def rewind(self, length: int) -> None:
         """Forgets all tokens from position `length` on; at most those of the last `read`.
