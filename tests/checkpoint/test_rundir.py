@@ -138,3 +138,26 @@ def test_damaged_files_are_one_clear_line(tmp_path: Path) -> None:
         rundir.read_run_facts(tmp_path / "r")
     with pytest.raises(RunDirectoryError, match="no run here"):
         rundir.read_run_settings(tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe", b"[]", b"null", b'{"evaluations": [5]}', b"[{}]"])
+def test_files_that_hold_something_else_are_one_clear_line(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / rundir.EVALUATION).write_bytes(content)
+    with pytest.raises(RunDirectoryError, match=r"evaluation.json: damaged \(.+\); remove it and evaluate again"):
+        rundir.read_evaluations(tmp_path)
+    if not content.startswith(b'{"'):
+        (tmp_path / rundir.RUN).write_bytes(content)
+        with pytest.raises(RunDirectoryError, match=r"run.json: damaged \(.+\); start the run in a new directory"):
+            rundir.read_run_facts(tmp_path)
+
+
+def test_where_settings_changed_what_follows_from_them_is_no_fault_of_its_own(tmp_path: Path) -> None:
+    rundir.open_run(settings(tmp_path / "r"), {**FACTS, "total_steps": 30})
+    with pytest.raises(RunDirectoryError) as caught:
+        rundir.open_run(settings(tmp_path / "r", train={"max_steps": 60}), {**FACTS, "total_steps": 60})
+    assert "made with train.max_steps = None, asked for 60" in caught.value.faults[0]
+    assert "total steps" not in str(caught.value)
+    with pytest.raises(RunDirectoryError, match="its total steps is not today's"):
+        rundir.open_run(settings(tmp_path / "r"), {**FACTS, "total_steps": 60})
+    with pytest.raises(RunDirectoryError, match="its data fingerprint is not today's"):
+        rundir.open_run(settings(tmp_path / "r", train={"max_steps": 60}), {"data_fingerprint": "x"})

@@ -33,6 +33,9 @@ FREE_KEYS = (
 )
 """Further keys that may: where things lie (fingerprints say whether they are the same), and how it is computed."""
 
+OF_SETTINGS = ("drafter", "total_steps", "init")
+"""Facts that follow from settings: where those have changed, they are no faults of their own."""
+
 
 def write_whole(path: Path, text: str) -> None:
     """A text file that appears whole: written aside, fsynced, renamed."""
@@ -70,12 +73,16 @@ def read_run_facts(run_dir: Path) -> dict[str, Any]:
     Raises:
         RunDirectoryError: missing or damaged.
     """
+    path = run_dir / RUN
     try:
-        return json.loads((run_dir / RUN).read_text(encoding="utf-8"))
+        facts = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise RunDirectoryError(f"{run_dir}: no run here ({RUN} is missing); give a run directory") from None
-    except json.JSONDecodeError as fault:
-        raise RunDirectoryError(f"{run_dir / RUN}: damaged ({fault}); start the run in a new directory") from None
+    except ValueError as fault:
+        raise RunDirectoryError(f"{path}: damaged ({fault}); start the run in a new directory") from None
+    if not isinstance(facts, dict):
+        raise RunDirectoryError(f"{path}: damaged (no facts by name); start the run in a new directory")
+    return facts
 
 
 def open_run(settings: Settings, facts: Mapping[str, Any]) -> Path:
@@ -112,7 +119,9 @@ def check_run(settings: Settings, facts: Mapping[str, Any] | None = None) -> Non
     """
     run_dir = Path(settings.run_dir)
     if is_run_directory(run_dir):
-        faults = [*_changed_settings(run_dir, settings), *_changed_facts(run_dir, json.loads(json.dumps(facts or {})))]
+        changed = list(_changed_settings(run_dir, settings))
+        known = {name: fact for name, fact in (facts or {}).items() if not changed or name not in OF_SETTINGS}
+        faults = [*changed, *_changed_facts(run_dir, json.loads(json.dumps(known)))]
         if faults:
             raise RunDirectoryError(*faults)
         return
@@ -176,9 +185,12 @@ def read_evaluations(run_dir: Path) -> list[dict[str, Any]]:
     if not path.is_file():
         return []
     try:
-        return json.loads(path.read_text(encoding="utf-8"))["evaluations"]
-    except (json.JSONDecodeError, KeyError) as fault:
-        raise RunDirectoryError(f"{path}: damaged ({fault}); remove it and evaluate again") from None
+        entries = json.loads(path.read_text(encoding="utf-8"))["evaluations"]
+        _ = [int(entry["step"]) for entry in entries]
+    except (ValueError, KeyError, TypeError) as fault:
+        reason = str(fault) if isinstance(fault, ValueError) else "no evaluations by step"
+        raise RunDirectoryError(f"{path}: damaged ({reason}); remove it and evaluate again") from None
+    return entries
 
 
 def versions() -> dict[str, str]:
