@@ -195,6 +195,7 @@ def test_a_lossy_answer_is_a_fault_with_its_gap(make_pair, prompts):
     (entry,) = found.differences
     assert (found.equal, found.faults) == (0, 1) and (entry["prompt"], entry["place"]) == ("x", 6)
     assert entry["logit_gap"] == pytest.approx(float(row[plain.ids[6]] - row[ids[6]]), abs=1e-4)
+    assert entry["logit_gap"] > entry["allowed_gap"] >= found.margin > 0
     shorter = lossless(target, [prompt], [Decoded(plain.ids[:5], "stop")], [plain])
     assert shorter.faults == 1 and shorter.differences[0]["place"] == 5
 

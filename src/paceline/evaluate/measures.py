@@ -58,9 +58,9 @@ class Lossless:
         prompts: how many were compared.
         equal: prompts whose answers are token for token the same.
         faults: prompts that differ by more than rounding explains.
-        margin: logit gap that rounding explains; 0 in float64.
-        differences: per differing prompt its id, the first differing place in the answer, both tokens, and how far
-            apart their logits are in one forward over the common prefix.
+        margin: logit gap that rounding explains in any type but float64, where it is 0.
+        differences: per differing prompt its id, the first differing place in the answer, both tokens, how far apart
+            their logits are in one forward over the common prefix, and how far rounding in this type may set them.
     """
 
     prompts: int = 0

@@ -272,7 +272,8 @@ def lossless(
     """Compares answers with plain ones, token for token.
 
     In float64 every difference is a fault. Below, the first difference is one if the two tokens' logits, in one forward
-    over the common prefix, lie farther apart than 1e-4 and than four units in the last place of the larger.
+    over the common prefix, lie farther apart than 1e-4 and than four units in the last place of the row's largest
+    magnitude; each difference says how far that is.
     """
     exact = target.dtype == torch.float64
     equal, differences = 0, []
@@ -288,7 +289,7 @@ def lossless(
         if place < min(len(ours.ids), len(theirs.ids)):
             gap, top = _logit_gap(target, [*prompt.ids, *theirs.ids[:place]], theirs.ids[place], ours.ids[place])
             allowed = 0.0 if exact else max(ROUNDING, 4 * torch.finfo(target.dtype).eps * top)
-            entry |= {"drafted": ours.ids[place], "plain": theirs.ids[place], "logit_gap": gap, "fault": gap > allowed}
+            entry |= {"drafted": ours.ids[place], "plain": theirs.ids[place], "logit_gap": gap, "allowed_gap": allowed}
             entry["fault"] = exact or gap > allowed
         differences.append(entry)
     faults = sum(bool(entry["fault"]) for entry in differences)
