@@ -135,3 +135,21 @@ def test_an_adapter_with_numbers_that_are_none(qwen3, adapter, tmp_path):
     stored[next(iter(stored))].fill_(float("nan"))
     save_file(stored, folder / "adapter_model.safetensors")
     assert "cannot be merged" in refusal(qwen3, folder)
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
+@pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`")
+@pytest.mark.parametrize("end", ["lm_head", "embed_tokens"])
+def test_one_end_of_a_tied_target(llama, tmp_path, end):
+    """At work the adapter changes one end; in the weights there is but one, and taps or head would be others."""
+    folder = save_adapter(llama, tmp_path / "adapter", target_modules=["q_proj", end])
+    assert "whose weight is embedding and head at once" in refusal(llama, folder)
+    whole = save_adapter(llama, tmp_path / "whole", modules_to_save=[end])
+    model = AutoModelForCausalLM.from_pretrained(str(llama), dtype=torch.float32)
+    tuned = PeftModel.from_pretrained(model, str(whole)).eval()
+    with torch.no_grad():
+        expected = tuned(input_ids=IDS, output_hidden_states=True)
+    target = load_target(TargetConfig(path=str(llama), dtype="float32", adapter=str(whole)), [0, 3])
+    assert torch.allclose(target.tap_rows(IDS, [6])[0][:, :32], expected.hidden_states[1][0], atol=1e-5)
+    with torch.no_grad():
+        assert torch.allclose(target.model(input_ids=IDS).logits, expected.logits, atol=1e-4)

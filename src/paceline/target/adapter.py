@@ -58,6 +58,8 @@ def merge_adapter(model: Any, adapter: str) -> Any:
     from safetensors import SafetensorError
 
     shown = f"target.adapter = {adapter}"
+    head = model.get_output_embeddings()
+    shared = head.weight if head is not None and head.weight is model.get_input_embeddings().weight else None
     try:
         settings = PeftConfig.from_pretrained(str(config.parent))
         kind = getattr(settings.peft_type, "value", settings.peft_type)
@@ -76,12 +78,31 @@ def merge_adapter(model: Any, adapter: str) -> Any:
             f"{shown}: does not fit the target: {len(strange)} tensors belong to one of them alone, the first is "
             f"{strange[0]}, which {side}; {_base(config)}"
         )
+    if shared is not None and (end := _changes(tuned, shared)):
+        raise TargetError(
+            f"{shown}: changes {end}, whose weight is embedding and head at once; merged, both would change, which "
+            "they do not while PEFT runs it; train it without that module, or with modules_to_save"
+        )
     if not hasattr(tuned.base_model, "merge_and_unload"):
         raise TargetError(f"{shown}: a {kind} adapter cannot be merged into the weights")
     try:
-        return tuned.merge_and_unload(safe_merge=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that a copied end is no longer tied: it is read as it is
+            return tuned.merge_and_unload(safe_merge=True)
     except ValueError as fault:
         raise TargetError(f"{shown}: cannot be merged ({_reason(fault)}); fetch the adapter again") from fault
+
+
+def _changes(tuned: Any, weight: Any) -> str | None:
+    """Name of a module with this weight that an adapter adds something to; whole copies and single rows apart."""
+    from peft.tuners.trainable_tokens import TrainableTokensLayer
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    for name, module in tuned.named_modules():
+        adds = isinstance(module, BaseTunerLayer) and not isinstance(module, TrainableTokensLayer)
+        if adds and getattr(module.get_base_layer(), "weight", None) is weight:
+            return name.removeprefix("base_model.model.")
+    return None
 
 
 def _base(config: Path) -> str:
