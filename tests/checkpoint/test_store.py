@@ -158,6 +158,21 @@ def test_where_all_checkpoints_are_damaged_nothing_begins_anew(tmp_path: Path) -
     assert store.steps(tmp_path) == [5, 9]
 
 
+def test_a_checkpoint_without_its_note_is_damaged(tmp_path: Path) -> None:
+    """Checkpoints appear whole, so one that lost its note is no reason to begin anew in silence."""
+    for step in (5, 9):
+        store.write_checkpoint(tmp_path, step, state(step), keep_last=2)
+    (store.checkpoint_path(tmp_path, 9) / store.NOTE).unlink()
+    step, (warning,) = store.resume_point(tmp_path)
+    assert step == 5 and "step-00000009: damaged (checkpoint.json: No such file" in warning
+    store.put_aside_after(tmp_path, 5)
+    folder = tmp_path / "checkpoints"
+    assert sorted(path.name for path in folder.iterdir()) == ["step-00000005", "step-00000009.damaged"]
+    (folder / "step-00000005" / store.NOTE).unlink()
+    with pytest.raises(CheckpointError, match=r"no checkpoint can be used: step-00000005 damaged \(checkpoint.json"):
+        store.resume_point(tmp_path)
+
+
 def test_what_a_kill_left_is_cleared(tmp_path: Path) -> None:
     store.write_checkpoint(tmp_path, 5, state(5), keep_last=2)
     whole = store.checkpoint_path(tmp_path, 5)

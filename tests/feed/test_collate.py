@@ -67,3 +67,12 @@ def test_a_store_that_changed_under_the_plan_is_refused() -> None:
         made(planned([3], 32, real=35))
     with pytest.raises(DataError, match="row 3 has 30"):
         made(planned([3], 16))
+
+
+def test_the_row_that_is_not_as_long_as_the_index_says_is_named() -> None:
+    class Shorter(Source):
+        def read(self, rows: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
+            return [(ids[:-1], mask[:-1]) if len(ids) == 9 else (ids, mask) for ids, mask in super().read(rows)]
+
+    with pytest.raises(DataError, match="row 2 has 8 and the batch 43"):
+        collate(planned([3, 0, 2], 32), Shorter(), sample_anchors, seed=3, num_anchors=4, pad_id=7)

@@ -188,11 +188,15 @@ def _metric(run_dir: Path, step: int, metric: str | None) -> float | None:
 
 def steps(run_dir: Path) -> list[int]:
     """Steps of all whole checkpoints, ascending."""
+    return [step for step in _named(run_dir) if (checkpoint_path(run_dir, step) / NOTE).is_file()]
+
+
+def _named(run_dir: Path) -> list[int]:
+    """Steps of all that has a checkpoint's name, ascending; one gets it whole, so what lacks a file has lost it."""
     folder = run_dir / CHECKPOINTS
-    if not folder.is_dir():
-        return []
-    names = [path.name for path in folder.iterdir() if (path / NOTE).is_file()]
-    return sorted(int(name.removeprefix(PREFIX)) for name in names if re.fullmatch(rf"{PREFIX}\d+", name))
+    names = [path.name for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
+    found = (int(name.removeprefix(PREFIX)) for name in names if re.fullmatch(rf"{PREFIX}\d+", name))
+    return sorted(step for step in found if checkpoint_path(run_dir, step).is_dir())
 
 
 def newest_step(run_dir: Path) -> int:
@@ -226,7 +230,7 @@ def resume_point(run_dir: Path) -> tuple[int, tuple[str, ...]]:
         CheckpointError: there are checkpoints and all are damaged; one line that says how each is.
     """
     faults: dict[int, str] = {}
-    for step in reversed(steps(run_dir)):
+    for step in reversed(_named(run_dir)):
         fault = fault_of(run_dir, step)
         if fault is None:
             path, older = checkpoint_path(run_dir, step), reversed(faults.items())
@@ -246,7 +250,7 @@ def resume_point(run_dir: Path) -> tuple[int, tuple[str, ...]]:
 
 def put_aside_after(run_dir: Path, step: int) -> None:
     """Rename the checkpoints after a step, which `resume_point` found damaged, so that they do not count any more."""
-    for later in steps(run_dir):
+    for later in _named(run_dir):
         if later > step:
             path = checkpoint_path(run_dir, later)
             aside = path.with_name(path.name + DAMAGED)
