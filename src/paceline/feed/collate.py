@@ -34,10 +34,11 @@ def collate(
     lengths = np.array([len(ids) for ids, _ in samples], dtype=np.int64)
     if int(lengths.max()) > planned.width or int(lengths.sum()) != planned.real_tokens:
         others = np.flatnonzero(lengths != source.lengths[planned.rows])
-        place = int(others[0]) if len(others) else int(lengths.argmax())
+        at = int(others[0]) if len(others) else int(lengths.argmax())
         raise DataError(
             f"store: batch {planned.index} was planned with {planned.real_tokens} tokens in rows of at most "
-            f"{planned.width}, row {int(planned.rows[place])} has {int(lengths[place])} and the batch {int(lengths.sum())}; prepare it again"
+            f"{planned.width}, row {int(planned.rows[at])} has {int(lengths[at])} and the batch {int(lengths.sum())}; "
+            "prepare it again"
         )
     ids = np.full((len(samples), planned.width), pad_id, dtype=np.int64)
     loss_mask = np.zeros((len(samples), planned.width), dtype=np.bool_)
