@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -273,6 +275,20 @@ def test_a_killed_worker_is_named(stage: str) -> None:
         pytest.raises(StageError, match=rf"stage {stage} 0 was killed by SIGKILL while working on batch 5"),
     ):
         run(hub)
+
+
+def test_a_killed_fork_server_is_not_blamed_on_a_worker() -> None:
+    """Its end looks like that of all workers; nobody knows how theirs was."""
+    with joined(windows=40, delay_s=0.05) as (hub, workers):
+        reports = hub.run()
+        next(reports)
+        server = int(Path(f"/proc/{workers[0].process.pid}/stat").read_text().rpartition(")")[2].split()[1])
+        assert server != os.getpid()
+        os.kill(server, signal.SIGKILL)
+        with pytest.raises(StageError, match="0 was lost with the server that starts all workers, which was killed,"):
+            list(reports)
+    with joined(windows=2) as (hub, _):
+        assert len(run(hub)) == 2
 
 
 @pytest.mark.parametrize("stage", ["target", "drafter"])

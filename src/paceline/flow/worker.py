@@ -27,6 +27,9 @@ from paceline.errors import PacelineError, PeerError
 from paceline.flow.messages import Failed, Ready, Reply, Stop, describe
 from paceline.flow.witness import PeakMemory
 
+SERVER_GONE = 255
+"""What multiprocessing gives as the exit code of a worker whose fork server is gone; no worker ends with it."""
+
 
 class Stage(Protocol):
     """The work of one process."""
@@ -156,6 +159,8 @@ class Worker:
         code = self.process.exitcode
         if code is not None and code < 0:
             return f"was killed by {signal.Signals(-code).name}"
+        if code == SERVER_GONE:
+            return "was lost with the server that starts all workers, which was killed,"
         return f"ended with exit code {code}"
 
     def stop(self, patience_s: float) -> None:
