@@ -12,7 +12,7 @@ import pytest
 
 from paceline.checkpoint import rundir
 from paceline.config import Settings, known_names, validate_settings
-from paceline.errors import RunDirectoryError
+from paceline.errors import ConfigError, RunDirectoryError
 
 FACTS = {"drafter": {"block_size": 8}, "data_fingerprint": "abc"}
 
@@ -129,6 +129,15 @@ def test_evaluations_are_kept_by_step(tmp_path: Path) -> None:
     for step, tau in ((300, 2.0), (0, 1.0), (300, 2.5)):
         rundir.add_evaluation(tmp_path, step, {"tau": tau})
     assert rundir.read_evaluations(tmp_path) == [{"step": 0, "tau": 1.0}, {"step": 300, "tau": 2.5}]
+
+
+def test_a_run_keeps_its_directory(tmp_path: Path) -> None:
+    """Going on with the first run where a second one was asked for would be silent."""
+    run, other = tmp_path / "r", tmp_path / "s"
+    rundir.open_run(settings(run), FACTS)
+    with pytest.raises(ConfigError, match=r"run_dir: asked for .*/s, but the run .*/r was given; .*/r/settings.yaml"):
+        rundir.read_run_settings(run, {"run_dir": str(other)})
+    assert rundir.read_run_settings(run, {"run_dir": str(run / ".." / "r")}).run_dir == str(run)
 
 
 def test_damaged_files_are_one_clear_line(tmp_path: Path) -> None:

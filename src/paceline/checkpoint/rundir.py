@@ -19,7 +19,7 @@ from typing import Any
 import paceline
 from paceline.config import Settings, dump_settings, load_settings
 from paceline.contracts import differing_parts
-from paceline.errors import RunDirectoryError
+from paceline.errors import ConfigError, RunDirectoryError
 
 SETTINGS, RUN, CHECKPOINTS, EVALUATION = "settings.yaml", "run.json", "checkpoints", "evaluation.json"
 EXPORTS = "export"
@@ -57,11 +57,17 @@ def read_run_settings(run_dir: Path, overrides: Mapping[str, str] | None = None)
 
     Raises:
         RunDirectoryError: no run was started there.
-        ConfigError: the flags cannot be used.
+        ConfigError: the flags cannot be used, or ask for another directory.
     """
     if not is_run_directory(run_dir):
         raise RunDirectoryError(
             f"{run_dir}: no run here ({SETTINGS} and {RUN} are missing); give a run directory or a settings file"
+        )
+    asked = (overrides or {}).get("run_dir")
+    if asked is not None and Path(asked).resolve() != run_dir.resolve():
+        raise ConfigError(
+            f"run_dir: asked for {asked}, but the run {run_dir} was given; for a new run give its settings, "
+            f"{run_dir / SETTINGS}"
         )
     settings = load_settings(run_dir / SETTINGS, overrides)
     return settings.model_copy(update={"run_dir": str(run_dir)})
