@@ -211,19 +211,17 @@ def versions() -> dict[str, str]:
 
 
 def _changed_settings(run_dir: Path, settings: Settings) -> Iterator[str]:
-    """A line for each setting that may not change, then one that says which others changed, and which may."""
+    """A line for each setting that may not change; the last also says which others changed, and which may."""
     before = dict(_flat(load_settings(run_dir / SETTINGS).model_dump(mode="json")))
     after = dict(_flat(settings.model_dump(mode="json")))
     changed = [name for name in after if name != "run_dir" and before.get(name) != after[name]]
     free = [name for name in changed if name.split(".")[0] in FREE_SECTIONS or name in FREE_KEYS]
     fixed = [name for name in changed if name not in free]
+    asked = f"of the changes asked for, {', '.join(free)} may stay; " if free else ""
+    allowed = f"; {asked}one run may change {', '.join(FREE_SECTIONS)}, and of the rest {', '.join(FREE_KEYS)}"
     for name in fixed:
-        yield f"{run_dir}: made with {name} = {before.get(name)!r}, asked for {after[name]!r}; give another run_dir"
-    if fixed:
-        asked = f"of the changes asked for, {', '.join(free)} may stay; " if free else ""
-        yield (
-            f"{run_dir}: {asked}one run may change {', '.join(FREE_SECTIONS)}, and of the rest {', '.join(FREE_KEYS)}"
-        )
+        told = f"{run_dir}: made with {name} = {before.get(name)!r}, asked for {after[name]!r}; give another run_dir"
+        yield told + (allowed if name == fixed[-1] else "")
 
 
 def _changed_facts(run_dir: Path, facts: Mapping[str, Any]) -> Iterator[str]:
