@@ -33,6 +33,12 @@ def weights(run_dir: Path, step: int) -> dict[str, torch.Tensor]:
     return load_file(store.checkpoint_path(run_dir, step) / store.WEIGHTS)
 
 
+@pytest.fixture(scope="module")
+def shared_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store of this file's own: it is prepared with held-out chats."""
+    return tmp_path_factory.mktemp("stores") / "store"
+
+
 def run_dir_of(settings: Path) -> Path:
     return Path(yaml.safe_load(settings.read_text())["run_dir"])
 

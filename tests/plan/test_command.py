@@ -39,7 +39,8 @@ def store(tmp_path):
         "tags": ["code,en" if row % 3 == 0 else "" for row in range(count)],
     }
     write_table(pa.Table.from_pydict(index, INDEX_SCHEMA), folder / INDEX)
-    manifest = {"format": FORMAT, "fingerprint": "x", "sources": [{"path": "a.jsonl"}, {"path": "b.jsonl"}]}
+    files = [{"path": "a.jsonl"}, {"path": "b.jsonl"}]
+    manifest = {"format": FORMAT, "fingerprint": "x", "sources": files, "ingredients": {}, "report": {}}
     (folder / MANIFEST).write_text(json.dumps(manifest))
     return folder
 

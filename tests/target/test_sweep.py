@@ -1,7 +1,7 @@
 """Every architecture: taps equal transformers' own hidden states of single rows; embedding and head are its own.
 
 Two documents of different length in one right-padded batch, stopped early, against each document alone. A part runs
-always, the rest behind the `slow` marker; its table goes to standard output (`pytest -m slow -s -k architectures`).
+always, the rest behind the `sweep` marker; its table goes to standard output (`pytest -m sweep -s`).
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def test_architecture(model_type, tmp_path):
     assert verdict.word == "pass", verdict.reason
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.timeout(1800)
 @pytest.mark.filterwarnings("ignore")
 def test_all_architectures(tmp_path):
