@@ -88,6 +88,14 @@ def best_of(rounds: int, **jobs: Callable[[int], int]) -> dict[str, float]:
     return best
 
 
+COMPARED = (
+    ("prepare", "prepare: ids, mask, checks, near-duplicate signatures"),
+    ("map_ids", "datasets.map: ids, no mask"),
+    ("map_tags", "datasets.map: ids and mask by generation tags"),
+    ("map_prefixes", "datasets.map: ids and mask by rendering prefixes"),
+)
+
+
 def speed(rows: int, rounds: int) -> None:
     """`prepare` against `datasets.map` of the same rows, without a mask and with the template's tags as mask."""
     import datasets
@@ -141,12 +149,7 @@ def speed(rows: int, rounds: int) -> None:
         found = best_of(
             rounds, prepare=ours, map_ids=mapped(ids_only), map_tags=mapped(tagged), map_prefixes=mapped(prefixes)
         )
-    for name, words in (
-        ("prepare", "prepare: ids, mask, checks, near-duplicate signatures"),
-        ("map_ids", "datasets.map: ids, no mask"),
-        ("map_tags", "datasets.map: ids and mask by generation tags"),
-        ("map_prefixes", "datasets.map: ids and mask by rendering prefixes"),
-    ):
+    for name, words in COMPARED:
         print(
             f"{words:<58} {found[name] / 1e3:8.0f} k tokens/s a core   prepare is {found['prepare'] / found[name]:.2f}×"
         )

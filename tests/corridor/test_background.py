@@ -237,9 +237,8 @@ def test_training_goes_on_without_a_verifier_that_was_killed(slow_run) -> None:
     shown = log.read_text()
     assert shown.count("the verifier was killed by SIGKILL; training goes on without real decoding") == 1
     assert "Traceback" not in shown and store.newest_step(run_dir) == 20
-    assert [entry["text"] for entry in events(run_dir, "warning")] == [
-        "the verifier was killed by SIGKILL; training goes on without real decoding"
-    ]
+    warnings = [entry["text"] for entry in events(run_dir, "warning")]
+    assert warnings.count("the verifier was killed by SIGKILL; training goes on without real decoding") == 1
 
 
 def test_the_end_waits_within_its_bound_and_leaves_no_process(slow_run) -> None:

@@ -106,12 +106,7 @@ def prepare(
         heldout, warnings = _held_out(held_sources, held_pieces, tokeniser)
         worker = PieceWorker(tokenizer_path, trust_remote_code, settings, count_eligible, str(aside), heldout)
         _tokenise_all(pieces, worker, settings.workers, aside, hear)
-        if changed := [
-            named.path for named, *stamps in zip(paths, before, _stamps(paths), strict=True) if stamps[0] != stamps[1]
-        ]:
-            # Some of its parts may be of other bytes than the fingerprint says.
-            shutil.rmtree(aside)
-            raise DataError(f"{changed[0]}: changed while it was read; run the same command when it is complete")
+        _check_unchanged(paths, before, aside)
         return finish(
             aside,
             store,
@@ -124,6 +119,18 @@ def prepare(
             progress=hear,
             warnings=warnings,
         )
+
+
+def _check_unchanged(paths: Sequence[Named], before: Sequence[tuple[int, int]], aside: Path) -> None:
+    """Refuse files that changed while they were read, and remove what was made of them.
+
+    Raises:
+        DataError: some parts may be of other bytes than the fingerprint says.
+    """
+    for named, *stamps in zip(paths, before, _stamps(paths), strict=True):
+        if stamps[0] != stamps[1]:
+            shutil.rmtree(aside)
+            raise DataError(f"{named.path}: changed while it was read; run the same command when it is complete")
 
 
 def check_store(path: Path, tokenizer_path: str, settings: DataConfig, *, trust_remote_code: bool = False) -> None:
