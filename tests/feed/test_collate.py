@@ -63,9 +63,9 @@ def test_anchors_change_with_the_epoch() -> None:
 
 
 def test_a_store_that_changed_under_the_plan_is_refused() -> None:
-    with pytest.raises(DataError, match="was planned with 35 tokens"):
+    with pytest.raises(DataError, match=r"stage feed: batch 0, sample 3: has 30 tokens.*planned were 35"):
         made(planned([3], 32, real=35))
-    with pytest.raises(DataError, match="row 3 has 30"):
+    with pytest.raises(DataError, match=r"sample 3: has 30 tokens.*rows of at most 16"):
         made(planned([3], 16))
 
 
@@ -74,5 +74,14 @@ def test_the_row_that_is_not_as_long_as_the_index_says_is_named() -> None:
         def read(self, rows: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
             return [(ids[:-1], mask[:-1]) if len(ids) == 9 else (ids, mask) for ids, mask in super().read(rows)]
 
-    with pytest.raises(DataError, match="row 2 has 8 and the batch 43"):
+    with pytest.raises(DataError, match="sample 2: has 8 tokens, and the batch 43"):
         collate(planned([3, 0, 2], 32), Shorter(), sample_anchors, seed=3, num_anchors=4, pad_id=7)
+
+
+def test_a_row_whose_mask_is_not_the_one_that_was_planned_is_named() -> None:
+    class Damaged(Source):
+        def read(self, rows: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
+            return [(ids, mask & (len(ids) != 9)) for ids, mask in super().read(rows)]
+
+    with pytest.raises(DataError, match="stage feed: batch 0, sample 2: its loss mask gives 0 anchors, planned were 4"):
+        collate(planned([3, 0, 2], 32), Damaged(), sample_anchors, seed=3, num_anchors=4, pad_id=7)

@@ -28,7 +28,7 @@ def collate(
         The host batch.
 
     Raises:
-        DataError: a row is not as long as the plan says (the store changed under the run).
+        DataError: a row is not as long, or has other anchors, than the plan says (the store changed under the run).
     """
     samples = source.read(planned.rows)
     lengths = np.array([len(ids) for ids, _ in samples], dtype=np.int64)
@@ -36,9 +36,9 @@ def collate(
         others = np.flatnonzero(lengths != source.lengths[planned.rows])
         at = int(others[0]) if len(others) else int(lengths.argmax())
         raise DataError(
-            f"store: batch {planned.index} was planned with {planned.real_tokens} tokens in rows of at most "
-            f"{planned.width}, row {int(planned.rows[at])} has {int(lengths[at])} and the batch {int(lengths.sum())}; "
-            "prepare it again"
+            f"stage feed: batch {planned.index}, sample {int(planned.rows[at])}: has {int(lengths[at])} tokens, and "
+            f"the batch {int(lengths.sum())}; planned were {planned.real_tokens} in rows of at most {planned.width}; the "
+            "store changed, prepare it again"
         )
     ids = np.full((len(samples), planned.width), pad_id, dtype=np.int64)
     loss_mask = np.zeros((len(samples), planned.width), dtype=np.bool_)
@@ -49,4 +49,11 @@ def collate(
         loss_mask[place, : len(mask)] = mask
         anchors.append(sampler(mask, seed=seed, epoch=planned.epoch, sample=int(row), limit=num_anchors))
     counts = np.array([len(chosen) for chosen in anchors], dtype=np.int64)
+    expected = np.minimum(source.eligible[planned.rows], num_anchors)
+    if len(others := np.flatnonzero(counts != expected)):
+        at = int(others[0])
+        raise DataError(
+            f"stage feed: batch {planned.index}, sample {int(planned.rows[at])}: its loss mask gives {int(counts[at])} "
+            f"anchors, planned were {int(expected[at])}; the store is damaged, prepare it again"
+        )
     return HostBatch(planned, ids, loss_mask, lengths, np.concatenate(anchors).astype(np.int64), counts)
