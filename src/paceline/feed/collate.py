@@ -37,8 +37,8 @@ def collate(
         at = int(others[0]) if len(others) else int(lengths.argmax())
         raise DataError(
             f"stage feed: batch {planned.index}, sample {int(planned.rows[at])}: has {int(lengths[at])} tokens, and "
-            f"the batch {int(lengths.sum())}; planned were {planned.real_tokens} in rows of at most {planned.width}; the "
-            "store changed, prepare it again"
+            f"the batch {int(lengths.sum())}; planned were {planned.real_tokens} in rows of at most {planned.width}; "
+            "the store changed, prepare it again"
         )
     ids = np.full((len(samples), planned.width), pad_id, dtype=np.int64)
     loss_mask = np.zeros((len(samples), planned.width), dtype=np.bool_)
