@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from paceline.compose import Composition
+from paceline.config import devices_of
 from paceline.contracts import Ratio, StepReport, TagTotals
 from paceline.cost import drafter_flops, target_flops
 
@@ -35,7 +36,7 @@ class Account:
         self._peaks = {
             stage: sum(found) * 1e12 * run.machines.place.count
             for stage, entries in (("target", flow.target_devices), ("drafter", flow.drafter_devices))
-            if (devices := [name for entry in entries for name in entry.split("+")])
+            if (devices := [name for entry in entries for name in devices_of(entry)])
             and all(found := [peaks.get(name, peaks.get(name.partition(":")[0], 0.0)) for name in devices])
         }
 

@@ -13,7 +13,7 @@ import torch
 
 from paceline.background import check_decoding
 from paceline.checkpoint import rundir, store
-from paceline.config import PlanConfig, Settings
+from paceline.config import PlanConfig, Settings, devices_of
 from paceline.contracts import HostBatch, PlannedBatch, TargetFacts
 from paceline.data.store import TokenStore, open_store
 from paceline.data.tokenizer import load_tokenizer, mask_token_id
@@ -108,7 +108,7 @@ class Composition:
 
 def resolve_spec(settings: Settings) -> tuple[TargetFacts, list[int], DrafterSpec]:
     """Facts of the target, taps and drafter of a run; reads configurations and tokenizer only."""
-    check_loadable(settings.target, settings.flow.target_devices[0].split("+")[0])
+    check_loadable(settings.target, devices_of(settings.flow.target_devices[0])[0])
     facts = describe_target(settings.target)
     taps = settings.target.taps
     if taps is None:
@@ -356,7 +356,7 @@ def check_support(settings: Settings, place: Place = ALONE.place) -> None:
     ):
         if not names:
             faults.append(f"flow.{role}: empty; list at least one device, for example cpu or cuda:0")
-        for name in [device for entry in names for device in entry.split("+")]:
+        for name in [device for entry in names for device in devices_of(entry)]:
             kind, _, number = name.partition(":")
             count = torch.cuda.device_count() if kind == "cuda" else 1
             if kind not in ("cpu", "cuda") or (number and not number.isdigit()) or (number and int(number) >= count):

@@ -18,6 +18,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+from corridor.processes import children_of
 from paceline.background import Measure, VerifierStage
 from paceline.checkpoint import store
 from paceline.checkpoint.rundir import read_evaluations, read_run_facts
@@ -192,19 +193,6 @@ def slow_run(make_run: MakeRun, demo_assets: Path, tmp_path: Path):
     for process in started:
         process.kill()
         process.wait()
-
-
-def children_of(pid: int) -> list[int]:
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                fields = (entry / "stat").read_text().rsplit(")", 1)[1].split()
-            except OSError:
-                continue
-            if int(fields[1]) == pid:
-                found += [int(entry.name), *children_of(int(entry.name))]
-    return found
 
 
 def verifier_of(process: subprocess.Popen, log: Path, run_dir: Path) -> int:

@@ -20,6 +20,7 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
+from corridor.processes import children_of
 from paceline.checkpoint import store
 from paceline.cli import main
 from paceline.data.store import open_store
@@ -32,19 +33,6 @@ WORK = rf"({BATCH}|optimizer step \d+|checkpoint of step \d+|nothing)"
 
 def run_dir_of(settings: Path) -> Path:
     return Path(yaml.safe_load(settings.read_text())["run_dir"])
-
-
-def children_of(pid: int) -> list[int]:
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                parent = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
-            except OSError:
-                continue
-            if parent == pid:
-                found += [int(entry.name), *children_of(int(entry.name))]
-    return found
 
 
 def workers_of(pid: int) -> list[int]:

@@ -19,6 +19,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+from corridor.processes import children_of
 from paceline.checkpoint import store
 from paceline.cli import main
 
@@ -66,19 +67,6 @@ def wait_for_checkpoint(machines: list[subprocess.Popen], settings: Path, step: 
         time.sleep(0.02)
 
 
-def family_of(pid: int) -> list[int]:
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                parent = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
-            except OSError:
-                continue
-            if parent == pid:
-                found += [int(entry.name), *family_of(int(entry.name))]
-    return found
-
-
 def gone(pids: list[int]) -> bool:
     deadline = time.monotonic() + 20
     while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < deadline:
@@ -123,7 +111,7 @@ def test_a_machine_that_dies_ends_the_others_in_a_line_and_all_go_on(
     )
     machines, logs = start_both(settings, tmp_path)
     wait_for_checkpoint(machines, settings, 4, logs)
-    families = [pid for machine in machines for pid in family_of(machine.pid)]
+    families = [pid for machine in machines for pid in children_of(machine.pid)]
     machines[victim].send_signal(signal.SIGKILL)
     machines[victim].wait()
     other = machines[1 - victim]

@@ -13,11 +13,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
 
+from corridor.processes import children_of
 from paceline.checkpoint import store
 from paceline.cli import main
 
@@ -72,23 +72,6 @@ def replayed(settings_file: Path, steps: int) -> dict[str, torch.Tensor]:
             learner.accumulate(target.features(next(batches)))
         learner.step(step=order.step, epoch=order.epoch, window=order.window, seconds=1.0)
     return learner.state_dict()["network"]
-
-
-@pytest.fixture(scope="module")
-def children_of() -> object:
-    def children(pid: int) -> list[int]:
-        found = []
-        for entry in Path("/proc").iterdir():
-            if entry.name.isdigit():
-                try:
-                    fields = (entry / "stat").read_text().rsplit(")", 1)[1].split()
-                except OSError:
-                    continue
-                if int(fields[1]) == pid:
-                    found += [int(entry.name), *children(int(entry.name))]
-        return found
-
-    return children
 
 
 def test_pipeline_equals_inline_bit_for_bit_after_30_steps(make_run: MakeRun) -> None:
@@ -166,7 +149,7 @@ def test_the_loss_falls_and_the_weights_move(make_run: MakeRun) -> None:
     assert all(not torch.equal(first[name], last[name]) for name in first)
 
 
-def test_killed_in_the_middle_a_run_goes_on_to_the_same_weights(make_run: MakeRun, tmp_path: Path, children_of) -> None:
+def test_killed_in_the_middle_a_run_goes_on_to_the_same_weights(make_run: MakeRun, tmp_path: Path) -> None:
     whole = make_run("whole", flow={"mode": "pipeline"})
     assert main(["train", str(whole)]) == 0
     broken, log = make_run("broken", flow={"mode": "pipeline"}), tmp_path / "log"

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from paceline.config import Settings
+from paceline.config import Settings, devices_of
 from paceline.contracts import TargetFacts
 from paceline.drafter.spec import DrafterSpec
 
@@ -109,11 +109,6 @@ def shared_memory() -> int | None:
         return None
     found = os.statvfs(place)
     return found.f_bavail * found.f_frsize
-
-
-def devices_of(worker: str) -> list[str]:
-    """Devices of a worker, which may be spread over several."""
-    return worker.split("+")
 
 
 def by_device(

@@ -15,6 +15,7 @@ from paceline.check.bench import Bench
 from paceline.check.findings import Finding, duration, size
 from paceline.check.material import collated
 from paceline.check.model_checks import weights_bytes
+from paceline.config import devices_of
 from paceline.contracts import FeatureBatch
 from paceline.drafter.learner import Learner
 
@@ -121,7 +122,7 @@ def _parts(needed: dict[str, int]) -> str:
 def _peaks(bench: Bench) -> dict[str, int]:
     """Most bytes held, by device; this process's resident memory for the CPU."""
     flow = bench.settings.flow
-    names = (*budget.devices_of(flow.target_devices[0]), flow.drafter_devices[0])
+    names = (*devices_of(flow.target_devices[0]), flow.drafter_devices[0])
     peaks = {name: torch.cuda.max_memory_allocated(name) for name in names if name.startswith("cuda")}
     if not all(name.startswith("cuda") for name in names):
         resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -155,7 +156,7 @@ def check_time(bench: Bench) -> Finding:
     seconds = bench.target_s / targets + bench.drafter_s / drafters
     if apart:
         seconds = budget.wall_seconds(targets, drafters, bench.target_s, bench.drafter_s)
-    spread = {device for worker in flow.target_devices for device in budget.devices_of(worker)}
+    spread = {device for worker in flow.target_devices for device in devices_of(worker)}
     devices = len({*spread, *flow.drafter_devices})
     figures = {
         "target_tokens_per_s": tokens / target_s,
@@ -184,7 +185,7 @@ def check_split(bench: Bench) -> Finding:
         detail = f"the target does {share:.0%} of the work; both roles take turns on the same processors"
         return Finding("split", "pass", detail, figures={"target_share": share})
     ours = budget.wall_seconds(targets, drafters, bench.target_s, bench.drafter_s)
-    per_target = len(budget.devices_of(flow.target_devices[0]))
+    per_target = len(devices_of(flow.target_devices[0]))
     best = budget.best_split(targets * per_target + drafters, bench.target_s, bench.drafter_s, per_target)
     slower = "target" if bench.target_s / targets > bench.drafter_s / drafters else "drafter"
     detail = f"{targets} target, {drafters} drafter; the {slower} stage will be the bottleneck"

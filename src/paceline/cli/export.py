@@ -238,6 +238,7 @@ def export(source: Source, out: Path, *, format: Format, dtype: str, check: bool
     note: dict[str, Any] = {"folder": str(out), "format": format, "dtype": dtype, "step": origin.step}
 
     def extras(aside: Path, stored: Mapping[str, Tensor]) -> None:
+        """Card, golden tensors and note, beside the tensors; then the folder is verified."""
         note["content_hash"] = content_hash(stored)
         card = render_card(
             spec,

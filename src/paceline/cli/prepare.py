@@ -136,6 +136,7 @@ def score_answers(store: str, settings: Settings, count: int) -> OnPolicyReport:
 
     @torch.no_grad()
     def score(ids: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Of the tokens at these places: whether each is the target's first choice, and its nats."""
         tokens = torch.from_numpy(ids).to(model.device)
         # The logits at position p choose the token at p + 1.
         kept = torch.from_numpy(labels - 1).to(model.device)

@@ -16,6 +16,7 @@ from paceline.config.schema import (
     Settings,
     TargetConfig,
     TrainConfig,
+    devices_of,
 )
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "Settings",
     "TargetConfig",
     "TrainConfig",
+    "devices_of",
     "dump_settings",
     "known_names",
     "load_settings",

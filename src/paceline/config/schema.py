@@ -61,6 +61,11 @@ class TrainConfig(Section):
     """Stop after this many optimizer steps, wherever the epoch is. Unset: all epochs."""
 
 
+def devices_of(worker: str) -> list[str]:
+    """Devices of a worker, which may be spread over several: their names, joined by ``+``."""
+    return worker.split("+")
+
+
 class FlowConfig(Section):
     """How stages are joined and where they run."""
 

@@ -281,6 +281,7 @@ def _regenerate(
     refused: list[str] = []
 
     def take(futures: set[Future[OpenConversation | str]], kept: Any, cut: Any) -> None:
+        """Write the answers that are there."""
         # Good answers first: one that failed must not cost those that came with it.
         for future in sorted(futures, key=lambda done: done.exception() is not None):
             found = future.result()

@@ -91,8 +91,7 @@ def prepare(
     """
     paths = find_files(files)
     tokenizer = load_tokenizer(tokenizer_path, trust_remote_code)
-    hear = progress or _silence
-    before = _stamps(paths)
+    hear, before = progress or _silence, _stamps(paths)
     sources, pieces = scan(paths, lambda done, total: hear("reading", done, total))
     held_sources, held_pieces = scan(find_files(settings.heldout, "data.heldout")) if settings.heldout else ([], [])
     ingredients = _ingredients(sources, held_sources, tokenizer, settings)
@@ -100,8 +99,7 @@ def prepare(
     with _told(store), store_lock(store, lambda: hear("waiting", 0, 1)):
         if (found := _found_store(store, fingerprint, ingredients, replace=replace)) is not None:
             return found
-        aside = store.with_name(f".{store.name}.{fingerprint[:12]}.unfinished")
-        store_folder(aside).mkdir(parents=True, exist_ok=True)
+        aside = _aside(store, fingerprint)
         tokeniser = Tokeniser(tokenizer_path, trust_remote_code, settings)
         heldout, warnings = _held_out(held_sources, held_pieces, tokeniser)
         worker = PieceWorker(tokenizer_path, trust_remote_code, settings, count_eligible, str(aside), heldout)
@@ -119,6 +117,13 @@ def prepare(
             progress=hear,
             warnings=warnings,
         )
+
+
+def _aside(store: Path, fingerprint: str) -> Path:
+    """Folder of an unfinished store; made where it is not there."""
+    aside = store.with_name(f".{store.name}.{fingerprint[:12]}.unfinished")
+    store_folder(aside).mkdir(parents=True, exist_ok=True)
+    return aside
 
 
 def _check_unchanged(paths: Sequence[Named], before: Sequence[tuple[int, int]], aside: Path) -> None:

@@ -61,6 +61,7 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        """[..., size] → [..., size]."""
         x_wide = x.to(wide(x.dtype))
         square = torch.linalg.vector_norm(x_wide, dim=-1, keepdim=True).square_()
         scale = square.div_(x.shape[-1]).add_(epsilon).rsqrt_()
@@ -69,6 +70,7 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        """Gradients of input and weight."""
         x, weight, scale = ctx.saved_tensors
         gradient = gradients[0].to(scale.dtype)
         wide_weight = weight.to(scale.dtype)

@@ -80,6 +80,7 @@ class _HeadMixture(torch.autograd.Function):
         teacher_hidden: Tensor | None,
         chunk: int,
     ) -> tuple[Tensor, ...]:
+        """Loss, cross entropy, hits and each term, all [M]; the gradient is made on the way."""
         count, kind = hidden.shape[0], wide(hidden.dtype)
         columns = hidden.new_empty(len(names) + 2, count, dtype=kind)
         correct = torch.empty(count, dtype=torch.bool, device=hidden.device)

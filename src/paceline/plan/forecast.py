@@ -166,6 +166,7 @@ def forecast(
     """
 
     def plan(epoch: int) -> EpochPlan:
+        """The plan of one epoch."""
         return plan_epoch(
             lengths,
             eligible,

@@ -121,6 +121,8 @@ class Target:
         last: list[Tensor] = []
 
         def tap(place: int, final: bool) -> Any:
+            """A hook that keeps the real tokens' states in the columns of one tap, and ends the forward if final."""
+
             def hook(module: nn.Module, args: Any, output: Any) -> None:
                 states = self._states(output, ids, place)
                 kept = states.reshape(-1, hidden).index_select(0, keep.to(states.device))

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from paceline.config.target import TargetConfig
+from paceline.config import TargetConfig, devices_of
 from paceline.contracts import TargetFacts
 from paceline.errors import TargetError
 from paceline.target.adapter import merge_adapter
@@ -85,7 +85,7 @@ def load_model(
     Raises:
         TargetError: one line.
     """
-    first, *others = str(device).split("+")
+    first, *others = devices_of(str(device))
     if others:
         settings, device = settings.model_copy(update={"device_map": [first, *others]}), first
     facts = describe_target(settings)

@@ -37,6 +37,7 @@ def flex_attention_over_blocks(
     rows = torch.nn.functional.pad(rows, (0, 0, 0, num_slots - anchors * slots))
 
     def joined(context: Tensor, block: Tensor) -> Tensor:
+        """Padded context, then padded slots, [1, G, columns, E]."""
         pad = torch.nn.functional.pad
         block = block.flatten(1, 2)
         parts = [
@@ -91,6 +92,7 @@ def _build(layout: Layout, window: int | None, causal: bool, num_context: int, n
     num_real = len(layout.anchors) * slots
 
     def rule(_batch: Tensor, _head: Tensor, row: Tensor, column: Tensor) -> Tensor:
+        """Whether a slot sees a column."""
         is_context = column < num_context
         seen = is_context & (column >= starts[row]) & (column < ends[row])
         other = torch.where(is_context, 0, column - num_context)

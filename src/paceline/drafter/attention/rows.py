@@ -29,6 +29,7 @@ def rows_attention(
     start = 0 if window is None else max(0, int(layout.anchors.min()) - window + 1)
 
     def joined(context: Tensor, block: Tensor) -> Tensor:
+        """The columns of each row that its slots may see, then the slots, [A, G, columns, E]."""
         seen = context.view(groups, rows, room, size)[:, :, start:end]
         return torch.cat([seen, block], dim=2).transpose(0, 1)
 

@@ -51,6 +51,7 @@ class _SplitAttention(torch.autograd.Function):
         window: int | None,
         causal: bool,
     ) -> Tensor:
+        """Output [G, A, K, R, E]; keeps no weights, the backward pass makes them again."""
         output = torch.empty_like(query)
         hidden = layout.block_mask(window, causal)
         for group in layout.groups(window, SLOTS_AT_ONCE):
@@ -67,6 +68,7 @@ class _SplitAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients of queries, keys and values of context and blocks."""
         query, context_key, context_value, block_key, block_value, output = ctx.saved_tensors
         gradient = gradients[0].contiguous()
         layout, window = ctx.layout, ctx.window

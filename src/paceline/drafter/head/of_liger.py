@@ -46,6 +46,7 @@ class _Fused(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, head: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Losses and hits [M]."""
         make = importlib.import_module(MODULE).LigerFusedLinearCrossEntropyLoss
         slope = None
         with torch.set_grad_enabled(ctx.needs_input_grad[0]):

@@ -40,6 +40,7 @@ def head_cross_entropy(hidden: Tensor, head: Tensor, labels: np.ndarray, chunk: 
 class _HeadCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, head: Tensor, labels: np.ndarray, chunk: int) -> tuple[Tensor, Tensor]:
+        """Losses and hits [M]; the gradient is made on the way, chunk by chunk."""
         count, kind = hidden.shape[0], wide(hidden.dtype)
         loss = torch.empty(count, dtype=kind, device=hidden.device)
         correct = torch.empty(count, dtype=torch.bool, device=hidden.device)
@@ -56,6 +57,7 @@ class _HeadCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, None, None, None]:
+        """Each slot's kept gradient, scaled."""
         (slope,) = ctx.saved_tensors
         return (slope * gradients[0][:, None]).to(slope.dtype), None, None, None
 

@@ -1,0 +1,19 @@
+"""Processes of a run, as the system lists them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def children_of(pid: int) -> list[int]:
+    """All processes below one, each before its own children."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                parent = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
+            except OSError:
+                continue
+            if parent == pid:
+                found += [int(entry.name), *children_of(int(entry.name))]
+    return found
