@@ -27,15 +27,15 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from paceline.checkpoint import store
+from paceline.checkpoint import checkpoints
 
 ASSETS = Path(__file__).parent.parent / "src" / "paceline" / "assets" / "demo"
 MOMENTS = ("start", "step", "step", "writing", "writing", "writing", "renamed")
 VICTIMS = ("all", "all", "all", "parent", "worker")
 LIMIT_S = 600.0
-"""A start that shows nothing for this long is a hang, which is a fault."""
+"""A start that shows nothing for this long is a hang, which is an error."""
 GONE_S = 30.0
-"""Processes that are left over after this long are orphans, which is a fault."""
+"""Processes that are left over after this long are orphans, which is an error."""
 
 
 def settings_of(folder: Path, name: str, steps: int, arguments: argparse.Namespace) -> Path:
@@ -216,9 +216,9 @@ def compare(whole: Path, killed: Path, steps: int, exact: bool) -> dict[str, int
     ours, theirs = trained(killed), trained(whole)
     want = collections.Counter(key for keys in theirs.values() for key in keys)
     have = collections.Counter(key for keys in ours.values() for key in keys)
-    mine, other = (store.checkpoint_path(run, steps) for run in (killed, whole))
-    drafters = [load_file(path / store.WEIGHTS) for path in (mine, other)]
-    states = [torch.load(path / store.STATE, weights_only=True) for path in (mine, other)]
+    mine, other = (checkpoints.checkpoint_path(run, steps) for run in (killed, whole))
+    drafters = [load_file(path / checkpoints.WEIGHTS) for path in (mine, other)]
+    states = [torch.load(path / checkpoints.STATE, weights_only=True) for path in (mine, other)]
     our_losses, their_losses = losses(killed), losses(whole)
     found = {
         "steps": steps,
@@ -267,7 +267,7 @@ def chaos(arguments: argparse.Namespace, folder: Path) -> int:
     print(f"undisturbed: {steps} steps in {time.monotonic() - began:.0f} s", flush=True)
     settings, run_dir = settings_of(folder, "killed", steps, arguments), folder / "killed"
     counts: collections.Counter[str] = collections.Counter()
-    faults: list[str] = []
+    errors: list[str] = []
     kills = 0
     while kills < arguments.kills and time.monotonic() - began < 60 * arguments.minutes:
         moment, victim = chance.choice(MOMENTS), chance.choice(VICTIMS)
@@ -276,28 +276,28 @@ def chaos(arguments: argparse.Namespace, folder: Path) -> int:
             if start.await_end() == 0:
                 print("the run is finished before the last kill; give more --steps")
                 break
-            faults.append(f"start {kills} ended by itself: {start.log.read_text().strip()}")
+            errors.append(f"start {kills} ended by itself: {start.log.read_text().strip()}")
             break
         victim = start.strike(victim, chance)
         code = start.await_end()
         left = start.orphans()
         text = start.log.read_text()
         if left:
-            faults.append(f"kill {kills} ({moment}, {victim}): orphans {sorted(left)}")
+            errors.append(f"kill {kills} ({moment}, {victim}): orphans {sorted(left)}")
         if "Traceback" in text:
-            faults.append(f"kill {kills} ({moment}, {victim}): a traceback, see {start.log}")
+            errors.append(f"kill {kills} ({moment}, {victim}): a traceback, see {start.log}")
         if code == 0:
             print("the run is finished before the last kill; give more --steps")
             break
         if victim == "worker" and ("error: stage" not in text or code != 1):
-            faults.append(f"kill {kills} ({moment}, {victim}): exit code {code}, and no line names the stage: {text}")
+            errors.append(f"kill {kills} ({moment}, {victim}): exit code {code}, and no line names the stage: {text}")
         unfinished = [name for name in names(run_dir / "checkpoints") if name.endswith((".part", ".old"))]
         counts[f"{moment} × {victim}"] += 1
         counts["kills that left a half-written checkpoint"] += bool(unfinished)
         kills += 1
-        at = store.newest_step(run_dir)
+        at = checkpoints.newest_step(run_dir)
         if at and max(trained(run_dir), default=0) < at:
-            faults.append(f"kill {kills} ({moment}, {victim}): the checkpoint of step {at} is ahead of the metrics")
+            errors.append(f"kill {kills} ({moment}, {victim}): the checkpoint of step {at} is ahead of the metrics")
         print(f"kill {kills:3d}: {moment:8s} {victim:7s} at checkpoint {at:5d} {' '.join(unfinished)}", flush=True)
     last = Start(settings, folder / "last.log")
     if last.await_end() != 0:
@@ -308,11 +308,11 @@ def chaos(arguments: argparse.Namespace, folder: Path) -> int:
     found = compare(folder / "whole", run_dir, steps, exact=arguments.delivery == "ordered")
     for name, value in found.items():
         print(f"{value:7d}  {name}")
-    for fault in faults:
-        print(f"FAULT  {fault}")
+    for error in errors:
+        print(f"FAULT  {error}")
     bad = [name for name, value in found.items() if value and name not in ("steps", "micro-batches", TENSORS)]
-    print(f"{kills} kills in {time.monotonic() - began:.0f} s: {'DIFFERENT' if bad or faults else 'no difference'}")
-    return 1 if bad or faults else 0
+    print(f"{kills} kills in {time.monotonic() - began:.0f} s: {'DIFFERENT' if bad or errors else 'no difference'}")
+    return 1 if bad or errors else 0
 
 
 TENSORS = "tensors of the drafter"

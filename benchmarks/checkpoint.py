@@ -3,9 +3,9 @@
     python benchmarks/checkpoint.py --mib 64 512 --folder /mnt/runs
 
 A stand-in for a learner holds float32 weights of the size given and AdamW's two moments, so a checkpoint is three times
-as large. `blocking` is the whole write (files, SHA-256, fsync, rename); `snapshot` is what training waits for in the
-background case; `step` is a stretch of matrix products alone and beside a write, to see what the write takes from
-training. Medians of --repeats; on a busy machine compare the ratios.
+as large. `blocking` is the whole write (files, SHA-256, fsync, rename); `copy_to_host` is the time that training waits
+when the write is in the background; `step` is a run of matrix products alone and beside a write, to see how much slower
+training is during a write. Medians of --repeats; on a busy machine compare the ratios.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from pathlib import Path
 
 import torch
 
-from paceline.checkpoint import store
+from paceline.checkpoint import checkpoints
 from paceline.checkpoint.writer import CheckpointWriter
 from paceline.config import CheckpointConfig
-from paceline.drafter.snapshot import snapshot
+from paceline.drafter.host_copy import copy_to_host
 
 
 def learner_state(mib: int) -> dict:
@@ -54,9 +54,9 @@ def measure(folder: Path, state: dict, repeats: int) -> list[float]:
     writer = CheckpointWriter(folder, CheckpointConfig(keep_last=1))
     rows = []
     for step in range(1, 2 * repeats, 2):
-        blocking = seconds(functools.partial(store.write_checkpoint, folder, step, state, keep_last=1))
+        blocking = seconds(functools.partial(checkpoints.write_checkpoint, folder, step, state, keep_last=1))
         alone = seconds(training)
-        stall = seconds(lambda at=step + 1: writer.put(at, snapshot(state, writer.spare())))
+        stall = seconds(lambda at=step + 1: writer.put(at, copy_to_host(state, writer.spare())))
         rows.append((blocking, stall, alone, seconds(training)))
         writer.wait()
     return [statistics.median(column) for column in zip(*rows, strict=True)]
@@ -69,7 +69,9 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--folder", type=Path, default=None, help="where to write; unset: the temporary folder")
     arguments = parser.parse_args()
-    print(f"{'weights':>10} {'blocking':>10} {'snapshot':>10} {'share':>7} {'step alone':>11} {'beside a write':>15}")
+    print(
+        f"{'weights':>10} {'blocking':>10} {'copy_to_host':>10} {'share':>7} {'step alone':>11} {'beside a write':>15}"
+    )
     for mib in arguments.mib:
         folder = Path(tempfile.mkdtemp(dir=arguments.folder))
         try:

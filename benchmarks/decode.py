@@ -30,18 +30,18 @@ from rich.console import Console
 from rich.table import Table
 
 from paceline.config import DrafterConfig, TargetConfig
+from paceline.decode import chain
+from paceline.decode.batched import batch_decode
+from paceline.decode.chain import Decoded, greedy_decode, speculative_decode
+from paceline.decode.draft_tree import build_tree
+from paceline.decode.topk import Candidates
 from paceline.drafter.network import Drafter
 from paceline.drafter.spec import derive_spec
-from paceline.evaluate import decode
-from paceline.evaluate.batch import batch_decode
-from paceline.evaluate.candidates import Candidates
-from paceline.evaluate.decode import Decoded, greedy_decode, speculative_decode
-from paceline.evaluate.tree import build_tree
 from paceline.export.zlab import write_zlab
-from paceline.target.facts import describe
-from paceline.target.frozen import Target
-from paceline.target.load import load_target
-from paceline.target.taps import default_taps
+from paceline.target_model.facts import describe
+from paceline.target_model.load import load_target
+from paceline.target_model.model import TargetModel
+from paceline.target_model.taps import default_taps
 
 ROOT = Path(__file__).resolve().parent.parent
 SMOLLM = {
@@ -100,7 +100,7 @@ def smollm(folder: Path) -> Path:
 def against_published(
     console: Console,
     name: str,
-    target: Target,
+    target: TargetModel,
     network: Drafter,
     prompt: list[int],
     folders: tuple[Path, Path],
@@ -126,7 +126,7 @@ def against_published(
             peer.stdin.flush()
             other = json.loads(peer.stdout.readline())
             if answer.ids != other["ids"]:
-                console.print("[bold red]answers differ: a near tie, or a fault[/]")
+                console.print("[bold red]answers differ: a near tie, or an error[/]")
             if turn:  # the first is warm-up
                 seconds["wall"].append((started, other["seconds"]))
                 seconds["processor"].append((busy, other["busy"]))
@@ -148,19 +148,19 @@ def whole(answer: Decoded) -> float:
     return answer.seconds + answer.prompt_seconds
 
 
-def own_share(console: Console, target: Target, network: Drafter, prompt: list[int], tokens: int) -> None:
+def own_share(console: Console, target: TargetModel, network: Drafter, prompt: list[int], tokens: int) -> None:
     """What the loop takes beyond both forwards."""
     inside = {"target": 0.0, "drafter": 0.0}
-    kept = target.model.forward, network.extend, decode.draft_logits
+    kept = target.model.forward, network.extend, chain.draft_logits
     target.model.forward = clocked(target.model.forward, inside, "target")
     network.extend = clocked(network.extend, inside, "drafter")  # type: ignore[method-assign]
-    decode.draft_logits = clocked(decode.draft_logits, inside, "drafter")
+    chain.draft_logits = clocked(chain.draft_logits, inside, "drafter")
     shares: list[float] = []
     for _ in range(4):
         inside.update(target=0.0, drafter=0.0)
         answer = speculative_decode(target, network, prompt, max_new_tokens=tokens)
         shares.append(1 - sum(inside.values()) / whole(answer))
-    target.model.forward, network.extend, decode.draft_logits = kept  # type: ignore[method-assign]
+    target.model.forward, network.extend, chain.draft_logits = kept  # type: ignore[method-assign]
     passes = len(answer.passes)
     plain = greedy_decode(target, prompt, max_new_tokens=tokens)
     console.print(
@@ -170,7 +170,7 @@ def own_share(console: Console, target: Target, network: Drafter, prompt: list[i
     )
 
 
-def together(console: Console, target: Target, network: Drafter, prompt: list[int], tokens: int) -> None:
+def together(console: Console, target: TargetModel, network: Drafter, prompt: list[int], tokens: int) -> None:
     """Several prompts at once against one after another."""
     prompts = [prompt[: 8 * number] for number in range(1, 9)]
     rates = []

@@ -25,8 +25,8 @@ from rich.console import Console
 from rich.table import Table
 
 from paceline.config import ObserveConfig
-from paceline.contracts import BucketTotals, Ratio, StepReport
 from paceline.observe.observer import open_observer
+from paceline.types import BucketTotals, Ratio, StepReport
 
 CONFIGURATIONS: dict[str, dict[str, object]] = {
     "metrics.jsonl alone": {"console": "quiet", "diagnose_every_steps": 0},
@@ -82,11 +82,11 @@ def measure(settings: ObserveConfig, steps: int, buckets: int, slots: int) -> tu
 def demo(steps: int) -> None:
     """Train some steps of the demo and print the share of its CPU time that observing took."""
     from paceline import train as training
-    from paceline.account import Account
     from paceline.cli.demo import Arguments, demo_settings
     from paceline.cli.train import ready_store
-    from paceline.compose import compose
     from paceline.observe.observer import Observer
+    from paceline.run.build import build_run
+    from paceline.run.step_metrics import StepMetrics
 
     spent = {"s": 0.0, "depth": 0.0}
     marks: list[tuple[float, float]] = []
@@ -108,13 +108,13 @@ def demo(steps: int) -> None:
 
         setattr(owner, name, measured)
 
-    for owner, name in ((Account, "__call__"), *((Observer, n) for n in ("step", "span", "gauge", "event"))):
+    for owner, name in ((StepMetrics, "__call__"), *((Observer, n) for n in ("step", "span", "gauge", "event"))):
         timed(owner, name)
     with tempfile.TemporaryDirectory() as folder:
         overrides = {"train.max_steps": str(steps), "flow.mode": "inline", "observe.trace": "true"}
         settings = demo_settings(Arguments(Path(folder) / "run"), {**overrides, "observe.diagnose_every_steps": "20"})
         ready_store(settings)
-        run = compose(settings)
+        run = build_run(settings)
         training.train(run, notice=print, console=Console(file=io.StringIO(), width=120))
     (first_s, before_s), (last_s, after_s) = marks[0], marks[-1]
     whole, observing = (last_s - first_s) / (steps - 1), (after_s - before_s) / (steps - 1)

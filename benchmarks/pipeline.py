@@ -33,22 +33,14 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from paceline.check.budget import Split, best_split
-from paceline.contracts import HostBatch, PlannedBatch, Ratio, StepReport
-from paceline.flow.hub import Hub
-from paceline.flow.machines import GroupPlace
-from paceline.flow.messages import (
-    BufferReleased,
-    CloseWindow,
-    DrafterTask,
-    FeaturesReady,
-    StepOrder,
-    TargetTask,
-    WindowClosed,
-)
-from paceline.flow.pool import BufferPool
-from paceline.flow.prefetch import Prefetcher
-from paceline.flow.worker import Worker
+from paceline.check.memory_budget import Split, best_split
+from paceline.pipeline.coordinator import Coordinator
+from paceline.pipeline.feature_pool import FeaturePool
+from paceline.pipeline.messages import BufferReleased, DrafterTask, FeaturesReady, StepTaken, TakeStep, TargetTask
+from paceline.pipeline.multinode import RankInfo
+from paceline.pipeline.prefetch import Prefetcher
+from paceline.pipeline.process import WorkerProcess
+from paceline.types import HostBatch, PlannedBatch, PlannedStep, Ratio, StepReport
 
 TAIL = 2
 """Windows at the end that are not measured: targets have nothing left to run ahead with."""
@@ -102,11 +94,11 @@ class SleepingTarget:
 class SleepingDrafter:
     """Sleeps as long as a drafter rank would compute, and meets the others at the end of every window."""
 
-    def __init__(self, load: Load, group: GroupPlace | None) -> None:
+    def __init__(self, load: Load, group: RankInfo | None) -> None:
         self.load, self.busy_s, self.batches = load, 0.0, []
         self.world = group.join("cpu") if group else None
 
-    def handle(self, message: DrafterTask | CloseWindow) -> Iterator[BufferReleased | WindowClosed]:
+    def handle(self, message: DrafterTask | TakeStep) -> Iterator[BufferReleased | StepTaken]:
         """Sleep, or report the window: the loss holds the work of the rank that had most, `seconds` that of all."""
         if isinstance(message, DrafterTask):
             began = time.perf_counter()
@@ -119,7 +111,7 @@ class SleepingDrafter:
         if self.world is not None:
             dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.world)
             dist.all_reduce(total, group=self.world)
-        yield WindowClosed(window_report(message.order, self.batches, float(most), float(total)))
+        yield StepTaken(window_report(message.order, self.batches, float(most), float(total)))
         self.busy_s, self.batches = 0.0, []
 
 
@@ -186,15 +178,15 @@ def measure(
     planned = planned_batches(load, windows, drafters)
     devices = FlowConfig(target_devices=["cpu"] * targets, drafter_devices=["cpu"] * drafters, pool_buffers=buffers)
     size = load.accumulate * drafters
-    orders = [StepOrder(w + 1, 0, w, range(w * size, (w + 1) * size), save=False) for w in range(windows)]
+    orders = [PlannedStep(w + 1, 0, w, range(w * size, (w + 1) * size), save=False) for w in range(windows)]
     meeting = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if drafters > 1 else None
-    workers = [Worker(f"target {n}", SleepingTarget, (load,)) for n in range(targets)]
+    workers = [WorkerProcess(f"target {n}", SleepingTarget, (load,)) for n in range(targets)]
     for rank in range(drafters):
-        group = GroupPlace("127.0.0.1", meeting.port, "bench", rank, drafters, False) if meeting else None
-        workers.append(Worker(f"drafter {rank}", SleepingDrafter, (load, group)))
+        group = RankInfo("127.0.0.1", meeting.port, "bench", rank, drafters, False) if meeting else None
+        workers.append(WorkerProcess(f"drafter {rank}", SleepingDrafter, (load, group)))
     feed = Prefetcher(map(host_of, planned), devices.prefetch_batches * targets)
     try:
-        hub = Hub(
+        hub = Coordinator(
             workers[:targets],
             workers[targets:],
             num_buffers=devices.num_buffers,
@@ -249,7 +241,7 @@ def outcome_of(
     )
 
 
-def window_report(order: StepOrder, batches: list[int], most_s: float, total_s: float) -> StepReport:
+def window_report(order: PlannedStep, batches: list[int], most_s: float, total_s: float) -> StepReport:
     """A report with nothing but its batches, and the work of the busiest rank and of all."""
     nothing: dict[str, Any] = dict.fromkeys(
         ("samples", "anchors", "real_tokens", "padded_tokens", "draft_positions"), 0
@@ -302,7 +294,7 @@ def show_pool(megabytes: int = 64, repeats: int = 10) -> None:
     found = measure(idle, 1, 1, "ordered", windows=100)
     numbers = megabytes * 2**20 // 4
     source, plain = torch.rand(numbers), torch.rand(numbers)
-    pool = BufferPool(2, numbers, 1, torch.float32)
+    pool = FeaturePool(2, numbers, 1, torch.float32)
     rows = [("plain array", plain), ("pool buffer", pool.view(0, numbers).view(-1))]
     table = Table("copy into", "GiB/s")
     for name, place in rows:

@@ -27,7 +27,7 @@ import numpy as np
 
 from paceline.config.plan import PlanConfig
 from paceline.plan.epoch import plan_epoch
-from paceline.plan.measures import batch_totals, step_deviation, weighted_means
+from paceline.plan.metrics import batch_totals, step_deviation, weighted_means
 
 DATA = Path(__file__).parent / "data" / "lengths-902087.npz"
 BUDGET, MOST, MULTIPLE = 49_152, 64, 64
@@ -221,8 +221,8 @@ def _measured(name: str, packed: bool, peer: bool, repeats: int, pipe: Any) -> N
             wide = ours(name, lengths, 0, replicas=3)
             found["sigma_12"] = score(lengths, wide, wide, packed)["sigma_12"]
         pipe.send(found)
-    except Exception as fault:  # noqa: BLE001 - a peer that fails is a row of the table
-        pipe.send(f"{type(fault).__name__}: {fault}")
+    except Exception as error:  # noqa: BLE001 - a peer that fails is a row of the table
+        pipe.send(f"{type(error).__name__}: {error}")
 
 
 def _apart(name: str, packed: bool, peer: bool, repeats: int, limit_s: float) -> dict[str, float] | str:

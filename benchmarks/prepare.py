@@ -4,7 +4,7 @@
     python benchmarks/prepare.py memory --rows 1000000  # peak memory of preparing, in a process of its own
     python benchmarks/prepare.py finish --rows 1000000  # peak memory of its last part, which grows with rows
 
-Text is drawn from Python's standard library, tokenised with the demo target's tokenizer and chat template. Speeds are
+Text is drawn from Python's standard library, tokenized with the demo target's tokenizer and chat template. Speeds are
 CPU time of one process; the best of several interleaved rounds, so that other load on the machine counts little.
 """
 
@@ -28,23 +28,14 @@ import numpy as np
 import pyarrow as pa
 
 from paceline.config import DataConfig
-from paceline.data.columns import PartWriter
-from paceline.data.finish import finish
-from paceline.data.masks import Sample
+from paceline.data.finalize import finalize
+from paceline.data.index import PartWriter
+from paceline.data.loss_mask import Sample
 from paceline.data.prepare import prepare
+from paceline.data.readers import RowSource, Shard
 from paceline.data.report import Tally
-from paceline.data.sources import Piece, Source
-from paceline.data.store import (
-    FORMAT,
-    INDEX,
-    INDEX_SCHEMA,
-    MANIFEST,
-    PART_SCHEMA,
-    open_store,
-    part_name,
-    write_table,
-)
-from paceline.data.tokenise import store_folder
+from paceline.data.store import FORMAT, INDEX, INDEX_SCHEMA, MANIFEST, PART_SCHEMA, open_store, part_name, write_table
+from paceline.data.tokenize_rows import store_folder
 from paceline.data.tokenizer import load_tokenizer
 from paceline.drafter.anchors import count_eligible
 
@@ -269,11 +260,11 @@ def child(file: str, store: str) -> None:
     print(json.dumps({"words": words}))
 
 
-def unfinished_parts(folder: Path, rows: int, rows_a_part: int = 16_384) -> list[Piece]:
-    """Parts of short random samples with tallies, as tokenising leaves them."""
+def unfinished_parts(folder: Path, rows: int, rows_a_part: int = 16_384) -> list[Shard]:
+    """Parts of short random samples with tallies, as tokenizing leaves them."""
     rng = np.random.default_rng(0)
     store_folder(folder).mkdir(parents=True)
-    pieces: list[Piece] = []
+    pieces: list[Shard] = []
     spans = np.array([10, 22], dtype=np.int32)
     for number, start in enumerate(range(0, rows, rows_a_part)):
         count = min(rows_a_part, rows - start)
@@ -282,7 +273,7 @@ def unfinished_parts(folder: Path, rows: int, rows_a_part: int = 16_384) -> list
             part.append(Sample(ids, spans, tags=("English",)), 11, 0, start + row + 1)
         part.write(folder, store_folder(folder), number)
         (folder / f"part-{number:06d}.json").write_text(json.dumps(Tally(rows_in=count).to_json()), encoding="utf-8")
-        pieces.append(Piece(number, 0, "rows.jsonl", "jsonl", 0, 1, start + 1))
+        pieces.append(Shard(number, 0, "rows.jsonl", "jsonl", 0, 1, start + 1))
     return pieces
 
 
@@ -292,11 +283,11 @@ def finishing(rows: int) -> None:
         aside = Path(name) / ".store.0123456789ab.unfinished"
         pieces = unfinished_parts(aside, rows)
         start_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-        sources = [Source("rows.jsonl", "jsonl", "synthetic")]
+        sources = [RowSource("rows.jsonl", "jsonl", "synthetic")]
         start = time.perf_counter()
         store = Path(name) / "store"
         with Peak() as peak:
-            finish(aside, store, pieces, sources, "synthetic", {}, DataConfig(), target={}, progress=lambda *_: None)
+            finalize(aside, store, pieces, sources, "synthetic", {}, DataConfig(), target={}, progress=lambda *_: None)
     print(
         f"{rows:>10,} rows: {peak.all_mb - start_mb:.0f} MB beyond {start_mb:.0f} MB before; without mapped files "
         f"{peak.own_mb - peak.before_mb:.0f} MB; {time.perf_counter() - start:.1f} s"
@@ -309,7 +300,7 @@ def main() -> None:
     parser.add_argument("what", nargs="?", choices=("speed", "memory", "finish", "child"), default="speed")
     parser.add_argument("--rows", type=int, default=1_000_000, help="rows of the store that is opened, or prepared")
     parser.add_argument("--words", type=int, default=12, help="words of an answer in `memory`")
-    parser.add_argument("--sample", type=int, default=600, help="rows that are tokenised in `speed`")
+    parser.add_argument("--sample", type=int, default=600, help="rows that are tokenized in `speed`")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--file", help=argparse.SUPPRESS)
     parser.add_argument("--store", help=argparse.SUPPRESS)

@@ -90,10 +90,10 @@ def timed(step, repeats: int) -> dict[str, float]:
 def run_paceline(size: Size, dtype: str, repeats: int, whole: bool) -> dict[str, float]:
     """One micro-batch and the step; the micro-batch in one pass, or one document a pass with the same gradient."""
     from paceline.config import DrafterConfig, ObjectiveConfig, OptimizerConfig
-    from paceline.contracts import FeatureBatch, HostBatch, PlannedBatch
     from paceline.drafter.anchors import sample_anchors
     from paceline.drafter.learner import Learner
     from paceline.drafter.spec import DrafterSpec
+    from paceline.types import FeatureBatch, HostBatch, PlannedBatch
 
     spec = DrafterSpec(
         num_layers=size.layers, block_size=size.block, hidden_size=size.hidden, intermediate_size=size.inner,

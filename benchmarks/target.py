@@ -26,10 +26,10 @@ from rich.console import Console
 from rich.table import Table
 
 from paceline.config import TargetConfig
-from paceline.target.facts import describe
-from paceline.target.load import load_target
-from paceline.target.structure import row_arguments
-from paceline.target.taps import default_taps
+from paceline.target_model.facts import describe
+from paceline.target_model.introspect import row_arguments
+from paceline.target_model.load import load_target
+from paceline.target_model.taps import default_taps
 
 
 def options() -> argparse.Namespace:

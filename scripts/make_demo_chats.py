@@ -27,9 +27,9 @@ import demo_text
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
-from paceline.contracts import Sampling
-from paceline.data.regenerate import RegenerateSettings, prompt_id, regenerate
-from paceline.target.generate import TargetGenerator
+from paceline.decode.generate import TargetGenerator
+from paceline.regenerate.loop import RegenerateSettings, prompt_id, regenerate
+from paceline.types import Sampling
 
 log = logging.getLogger("make_demo_chats")
 
@@ -91,7 +91,7 @@ def by_length(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def gives_back(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the answers' text, tokenised again, has as many tokens as the target wrote."""
+    """Whether the answers' text, tokenized again, has as many tokens as the target wrote."""
     answers = [message["content"] for message in row["messages"] if message["role"] == "assistant"]
     counts = [len(tokenizer.encode(answer, add_special_tokens=False)) for answer in answers]
     return counts == row["answer_tokens"] and all(answer.strip() == answer and answer for answer in answers)

@@ -67,8 +67,8 @@ def main() -> int:
         print(f"making the oracle environment in {folder} (once; about 1.5 GB)", file=sys.stderr)
         try:
             make(folder)
-        except subprocess.CalledProcessError as fault:
-            print(f"error: {' '.join(map(str, fault.cmd))}: exit code {fault.returncode}", file=sys.stderr)
+        except subprocess.CalledProcessError as error:
+            print(f"error: {' '.join(map(str, error.cmd))}: exit code {error.returncode}", file=sys.stderr)
             return 1
     print(interpreter(folder))
     return 0

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from paceline.evaluate.choice import Greedy
+from paceline.decode.sampling import Greedy
 
 
 class Informed(Greedy):

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoConfig
 from transformers.models.auto import modeling_auto as auto
 
-from paceline.target.ends import model_class
+from paceline.target_model.shared_weights import model_class
 
 LAYERS, HIDDEN, VOCAB = 4, 32, 97
 MAX_PARAMETERS = 160_000_000

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from paceline.contracts import HostBatch, PlannedBatch
+from paceline.types import HostBatch, PlannedBatch
 
 TINY: dict[str, Any] = {
     "vocab_size": 97,

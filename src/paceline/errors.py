@@ -1,4 +1,4 @@
-"""The exception tree. One line of text per fault: what, where, what is allowed, what to do.
+"""The exception tree. One line of text per error: what, where, what is allowed, what to do.
 
 PacelineError
 ├── ConfigError (ValueError)         settings that cannot be used; exit code 2
@@ -25,17 +25,17 @@ class PacelineError(Exception):
     """Root of all errors that paceline raises on purpose.
 
     Args:
-        faults: one line per fault, in the order in which the user should read them.
+        errors: one line per error, in the order in which the user should read them.
     """
 
     exit_code = 1
 
-    def __init__(self, *faults: str) -> None:
-        self.faults = faults
-        super().__init__(*faults)
+    def __init__(self, *errors: str) -> None:
+        self.errors = errors
+        super().__init__(*errors)
 
     def __str__(self) -> str:
-        return "\n".join(self.faults)
+        return "\n".join(self.errors)
 
 
 class ConfigError(PacelineError, ValueError):

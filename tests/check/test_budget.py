@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from paceline.check import budget
+from paceline.check import memory_budget
 from paceline.check.findings import duration, size
 from paceline.config import Settings, load_settings
 from paceline.drafter.learner import Learner
 from paceline.drafter.network import Drafter
 from paceline.drafter.spec import DrafterSpec, derive_spec
-from paceline.flow.pool import BufferPool
-from paceline.target.facts import describe
+from paceline.pipeline.feature_pool import FeaturePool
+from paceline.target_model.facts import describe
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def spec_of(settings: Settings, **changes: object) -> DrafterSpec:
 )
 def test_parameters_are_those_of_the_network(settings: Settings, changes: dict[str, int]) -> None:
     spec = spec_of(settings, **changes)
-    assert budget.drafter_parameters(spec) == sum(p.numel() for p in Drafter(spec).parameters())
+    assert memory_budget.drafter_parameters(spec) == sum(p.numel() for p in Drafter(spec).parameters())
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
@@ -60,7 +60,7 @@ def test_weights_gradients_and_states_are_those_of_the_learner(settings: Setting
     )
     gradients = learner.optimizer.gradients()
     learner.optimizer.step(1.0, 0)
-    needed = budget.drafter_bytes(facts, spec, settings, budget.Load(100, 128, 64))
+    needed = memory_budget.drafter_bytes(facts, spec, settings, memory_budget.Load(100, 128, 64))
     assert needed["master weights"] == sum(p.numel() * 4 for p in learner.network.parameters())
     assert needed["gradients"] == sum(g.numel() * 4 for g in gradients)
     assert needed["embedding and head"] == table.numel() * 4
@@ -78,38 +78,38 @@ def test_weights_gradients_and_states_are_those_of_the_learner(settings: Setting
 
 def test_pool_is_that_of_the_pipeline(settings: Settings) -> None:
     facts, spec = describe(settings.target.path), spec_of(settings)
-    columns, load = 3 * facts.hidden_size, budget.Load(96, 128, 64)
+    columns, load = 3 * facts.hidden_size, memory_budget.Load(96, 128, 64)
     teacher = settings.objective.model_copy(update={"terms": {"ce": 0.5, "kl": 0.5}})
     for transport in ("exact", "bf16", "fp8"):
         for objective, last in ((settings.objective, 0), (teacher, facts.hidden_size)):
             flow = settings.flow.model_copy(update={"transport": transport})
             changed = settings.model_copy(update={"flow": flow, "objective": objective})
-            pool = BufferPool(flow.num_buffers, 96, columns, torch.bfloat16, last, transport=transport, taps=3)
-            assert budget.pool_bytes(facts, spec, changed, load) == pool.num_bytes
-    one = BufferPool(1, 96, columns, torch.bfloat16).num_bytes
+            pool = FeaturePool(flow.num_buffers, 96, columns, torch.bfloat16, last, transport=transport, taps=3)
+            assert memory_budget.pool_bytes(facts, spec, changed, load) == pool.num_bytes
+    one = FeaturePool(1, 96, columns, torch.bfloat16).num_bytes
     flow = settings.flow.model_copy(update={"pool_bytes": 3 * one + 5})
-    assert budget.pool_bytes(facts, spec, settings.model_copy(update={"flow": flow}), load) == 3 * one
+    assert memory_budget.pool_bytes(facts, spec, settings.model_copy(update={"flow": flow}), load) == 3 * one
 
 
 def test_roles_that_share_a_device_are_added(settings: Settings) -> None:
     devices = {"target_devices": ["cuda:0", "cpu"], "drafter_devices": ["cpu"], "verifier_device": "cuda:0"}
     settings = settings.model_copy(update={"flow": settings.flow.model_copy(update=devices)})
-    assert budget.by_device(settings, {"a": 1, "b": 2}, {"c": 10}, {"d": 7}) == {"cuda:0": 10, "cpu": 13}
+    assert memory_budget.by_device(settings, {"a": 1, "b": 2}, {"c": 10}, {"d": 7}) == {"cuda:0": 10, "cpu": 13}
 
 
 def test_a_worker_on_several_devices_is_shared_out(settings: Settings) -> None:
     devices = {"target_devices": ["cuda:0+cuda:1"], "drafter_devices": ["cuda:1"]}
     settings = settings.model_copy(update={"flow": settings.flow.model_copy(update=devices)})
-    assert budget.by_device(settings, {"a": 8}, {"c": 10}, {}) == {"cuda:0": 4, "cuda:1": 14}
-    assert budget.overlapping(["cuda:0+cuda:1"], ["cuda:1"], 1)
-    assert not budget.overlapping(["cuda:0+cuda:1"], ["cuda:2"], 1)
+    assert memory_budget.by_device(settings, {"a": 8}, {"c": 10}, {}) == {"cuda:0": 4, "cuda:1": 14}
+    assert memory_budget.overlapping(["cuda:0+cuda:1"], ["cuda:1"], 1)
+    assert not memory_budget.overlapping(["cuda:0+cuda:1"], ["cuda:2"], 1)
 
 
 def test_a_verifier_holds_both_models_in_its_own_type(settings: Settings) -> None:
     spec = spec_of(settings)
-    assert budget.verifier_bytes(1000, spec, settings) == {}
+    assert memory_budget.verifier_bytes(1000, spec, settings) == {}
     flow = settings.flow.model_copy(update={"verifier_device": "cpu"})
-    held = budget.verifier_bytes(1000, spec, settings.model_copy(update={"flow": flow}))
+    held = memory_budget.verifier_bytes(1000, spec, settings.model_copy(update={"flow": flow}))
     assert (settings.target.dtype, settings.evaluate.dtype) == ("bfloat16", "float32")
     assert held == {
         "weights of the target": 2000,
@@ -120,7 +120,7 @@ def test_a_verifier_holds_both_models_in_its_own_type(settings: Settings) -> Non
 @pytest.mark.parametrize("devices", [2, 3, 4, 8])
 @pytest.mark.parametrize("target_s", [1.0, 5.0, 40.0])
 def test_best_split_is_the_best_of_all(devices: int, target_s: float) -> None:
-    best = budget.best_split(devices, target_s, 7.0)
+    best = memory_budget.best_split(devices, target_s, 7.0)
     times = {count: max(target_s / count, 7.0 / (devices - count)) for count in range(1, devices)}
     assert best.seconds == min(times.values())
     assert times[best.targets] == best.seconds
@@ -128,21 +128,21 @@ def test_best_split_is_the_best_of_all(devices: int, target_s: float) -> None:
 
 
 def test_one_device_does_both_in_turn() -> None:
-    assert budget.best_split(1, 3.0, 4.0).seconds == 7.0
+    assert memory_budget.best_split(1, 3.0, 4.0).seconds == 7.0
 
 
 def test_targets_that_take_several_devices() -> None:
-    best = budget.best_split(8, 30.0, 10.0, per_target=2)
+    best = memory_budget.best_split(8, 30.0, 10.0, per_target=2)
     assert (best.targets, best.drafters, best.seconds) == (3, 2, 10.0)
-    assert budget.best_split(2, 3.0, 4.0, per_target=2).seconds == 7.0
+    assert memory_budget.best_split(2, 3.0, 4.0, per_target=2).seconds == 7.0
 
 
 def test_who_gets_in_whose_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(budget.os, "cpu_count", lambda: 2)
-    assert not budget.overlapping(["cpu"], ["cpu"], 1)
-    assert budget.overlapping(["cpu"], ["cpu"], 2)
-    assert budget.overlapping(["cuda:0"], ["cuda:0"], 1)
-    assert not budget.overlapping(["cuda:0", "cuda:1"], ["cuda:2"], 8)
+    monkeypatch.setattr(memory_budget.os, "cpu_count", lambda: 2)
+    assert not memory_budget.overlapping(["cpu"], ["cpu"], 1)
+    assert memory_budget.overlapping(["cpu"], ["cpu"], 2)
+    assert memory_budget.overlapping(["cuda:0"], ["cuda:0"], 1)
+    assert not memory_budget.overlapping(["cuda:0", "cuda:1"], ["cuda:2"], 8)
 
 
 def test_sizes_and_durations_read_well() -> None:

@@ -14,22 +14,22 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
-from paceline.check import budget
-from paceline.check.bench import Bench, Limits
+from paceline.check import memory_budget
+from paceline.check.context import CheckContext, CheckLimits
 from paceline.check.data_checks import _continues
-from paceline.check.findings import Finding
-from paceline.check.material import take_rows
+from paceline.check.findings import CheckResult
 from paceline.check.preflight import CHECKS, preflight
 from paceline.check.run_checks import check_split
-from paceline.checkpoint.rundir import open_run
+from paceline.check.sample_data import take_rows
+from paceline.checkpoint.run_directory import open_run
 from paceline.cli import main
-from paceline.compose import resolve_spec
 from paceline.config import Settings, load_settings
 from paceline.data.tokenizer import load_tokenizer
 from paceline.drafter.learner import Learner
 from paceline.drafter.network import Drafter
 from paceline.evaluate import parity
-from paceline.target.frozen import Target
+from paceline.run.build import resolve_spec
+from paceline.target_model.model import TargetModel
 
 MakeSettings = Callable[..., Path]
 
@@ -61,8 +61,8 @@ def checked(path: Path, capsys: pytest.CaptureFixture[str], *flags: str) -> tupl
     return code, {entry["name"]: entry for entry in json.loads(capsys.readouterr().out)}
 
 
-def findings_of(settings: Settings) -> dict[str, Finding]:
-    return {finding.name: finding for finding in preflight(settings, Limits(rows=48, steps=3), lambda *_: None)}
+def findings_of(settings: Settings) -> dict[str, CheckResult]:
+    return {finding.name: finding for finding in preflight(settings, CheckLimits(rows=48, steps=3), lambda *_: None)}
 
 
 def test_a_sound_run_passes_and_nothing_of_it_is_written(
@@ -134,14 +134,14 @@ def test_a_learning_rate_of_nothing_does_not_overfit(make: MakeSettings, capsys:
 def test_decoding_that_does_not_see_what_training_sees(
     make: MakeSettings, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    honest = Target.tap_rows
+    honest = TargetModel.tap_rows
 
-    def shifted(self: Target, *given: Any, **named: Any) -> Any:
+    def shifted(self: TargetModel, *given: Any, **named: Any) -> Any:
         features, last = honest(self, *given, **named)
         return features.roll(1, 0), last
 
     # The tap guard cannot see it: every batching is shifted alike. The decode loop reads through a session.
-    monkeypatch.setattr(Target, "tap_rows", shifted)
+    monkeypatch.setattr(TargetModel, "tap_rows", shifted)
     monkeypatch.setattr("paceline.check.model_checks.guard_first_batch", lambda *_: [GUARDED])
     code, found = checked(make(), capsys)
     assert code == 1
@@ -155,7 +155,7 @@ def test_drafts_that_training_would_not_make(
     """States are equal, but the training forward drafts from the position before."""
     honest = parity.training_accepted
 
-    def early(target: Target, network: Drafter, prompt: list[int], answer: Any) -> Any:
+    def early(target: TargetModel, network: Drafter, prompt: list[int], answer: Any) -> Any:
         class Shifted:
             spec = network.spec
 
@@ -164,7 +164,7 @@ def test_drafts_that_training_would_not_make(
 
         return honest(target, Shifted(), prompt, answer)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("paceline.evaluate.run.training_accepted", early)
+    monkeypatch.setattr("paceline.evaluate.evaluate.training_accepted", early)
     code, found = checked(make(), capsys)
     assert code == 1
     assert found["decoding"]["status"] == "fail"
@@ -184,8 +184,8 @@ def test_a_batch_that_does_not_fit(make: MakeSettings, monkeypatch: pytest.Monke
         if len(batch.host.anchors) > 3:
             raise torch.OutOfMemoryError("no room")
 
-    monkeypatch.setitem(CHECKS, "overfit", (lambda bench: Finding("overfit", "pass", ""), ()))
-    monkeypatch.setitem(CHECKS, "decoding", (lambda bench: Finding("decoding", "pass", ""), ()))
+    monkeypatch.setitem(CHECKS, "overfit", (lambda bench: CheckResult("overfit", "pass", ""), ()))
+    monkeypatch.setitem(CHECKS, "decoding", (lambda bench: CheckResult("decoding", "pass", ""), ()))
     monkeypatch.setattr(Learner, "accumulate", full)
     found = findings_of(settings)
     assert found["memory"].status == "fail"
@@ -195,9 +195,9 @@ def test_a_batch_that_does_not_fit(make: MakeSettings, monkeypatch: pytest.Monke
 
 
 def test_shared_memory_that_is_too_small(make: MakeSettings, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(CHECKS, "overfit", (lambda bench: Finding("overfit", "pass", ""), ()))
-    monkeypatch.setitem(CHECKS, "decoding", (lambda bench: Finding("decoding", "pass", ""), ()))
-    monkeypatch.setattr(budget, "shared_memory", lambda: 1000)
+    monkeypatch.setitem(CHECKS, "overfit", (lambda bench: CheckResult("overfit", "pass", ""), ()))
+    monkeypatch.setitem(CHECKS, "decoding", (lambda bench: CheckResult("decoding", "pass", ""), ()))
+    monkeypatch.setattr(memory_budget, "shared_memory", lambda: 1000)
     found = findings_of(load_settings(make(), {}))
     assert found["memory"].status == "fail"
     assert "flow.pool_buffers" in found["memory"].advice
@@ -205,7 +205,7 @@ def test_shared_memory_that_is_too_small(make: MakeSettings, monkeypatch: pytest
 
 def test_a_split_that_leaves_devices_idle(make: MakeSettings, tmp_path: Path) -> None:
     flow = {"target_devices": ["cuda:0"], "drafter_devices": ["cuda:1", "cuda:2", "cuda:3"]}
-    bench = Bench(load_settings(make(flow=flow), {}), tmp_path, Limits())
+    bench = CheckContext(load_settings(make(flow=flow), {}), tmp_path, CheckLimits())
     bench.target_s, bench.drafter_s = 30.0, 10.0
     found = check_split(bench)
     assert found.status == "warn"
@@ -333,7 +333,7 @@ def test_unusable_rows_are_named_by_their_own_place(
     assert f"{file}:1" in found["data"]["detail"]
 
 
-def fails_early(path: Path) -> dict[str, Finding]:
+def fails_early(path: Path) -> dict[str, CheckResult]:
     """Findings before anything is loaded; what needs weights is not asked."""
     return findings_of(load_settings(path, {}))
 

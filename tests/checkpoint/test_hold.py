@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from paceline.checkpoint.hold import hold_run
+from paceline.checkpoint.run_lock import hold_run
 from paceline.errors import RunDirectoryError
 
 HOLDER = """
 import sys, time
 from pathlib import Path
-from paceline.checkpoint.hold import hold_run
+from paceline.checkpoint.run_lock import hold_run
 with hold_run(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(60)
@@ -84,7 +84,7 @@ def test_a_killed_trainer_holds_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_nothing_is_left_after_a_fault(tmp_path: Path) -> None:
+def test_nothing_is_left_after_a_error(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError), hold_run(tmp_path / "run"):
         raise ZeroDivisionError
     assert list(tmp_path.iterdir()) == []

@@ -17,7 +17,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from paceline.checkpoint import store
+from paceline.checkpoint import checkpoints
 from paceline.cli import main
 from paceline.export.zlab import read_zlab
 
@@ -26,7 +26,7 @@ MakeRun = Callable[..., Path]
 
 
 def weights(run_dir: Path, step: int = STEPS) -> dict[str, torch.Tensor]:
-    return load_file(store.checkpoint_path(run_dir, step) / store.WEIGHTS)
+    return load_file(checkpoints.checkpoint_path(run_dir, step) / checkpoints.WEIGHTS)
 
 
 def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
@@ -45,21 +45,21 @@ def trained(run_dir: Path) -> list[tuple]:
 
 def forget_after(run_dir: Path, step: int) -> None:
     """As a kill leaves it between the metrics of a step and its checkpoint: lines that no checkpoint holds."""
-    for later in store.steps(run_dir):
+    for later in checkpoints.steps(run_dir):
         if later > step:
-            shutil.rmtree(store.checkpoint_path(run_dir, later))
+            shutil.rmtree(checkpoints.checkpoint_path(run_dir, later))
 
 
 def test_a_checkpoint_holds_what_the_run_is_and_where_it_stands(finished: Path) -> None:
-    assert store.steps(finished) == [2, 4, 6]
-    note, facts = store.read_note(finished, 4), json.loads((finished / "run.json").read_text())
+    assert checkpoints.steps(finished) == [2, 4, 6]
+    note, facts = checkpoints.read_note(finished, 4), json.loads((finished / "run.json").read_text())
     line = lines(finished)[3]
     assert (note["step"], note["epoch"], note["window"]) == (4, line["epoch"], line["window"])
     assert note["micro_batches"] == sum(len(entry["batches"]) for entry in lines(finished)[:4])
     assert note["run"] == facts and facts["replicas"] == 1 and facts["total_steps"] == STEPS
     assert {"drafter", "target", "target_fingerprint", "data_fingerprint"} <= note["run"].keys()
     assert note["settings"]["optimizer"]["lr"] == 1e-3 and note["versions"]["torch"] == torch.__version__
-    state = store.read_checkpoint(finished, 4)
+    state = checkpoints.read_checkpoint(finished, 4)
     assert state["steps_done"] == 4 and state["skipped_in_row"] == 0
     assert {tensor.dtype for tensor in state["network"].values()} == {torch.float32}
     moments = [value for entry in state["optimizer"]["adamw"]["state"].values() for value in entry.values()]
@@ -70,13 +70,13 @@ def test_what_is_kept_is_measured_exported_and_never_ahead_of_the_metrics(
     make_run: MakeRun, demo_assets: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     ahead: list[tuple[int, int]] = []
-    write = store.write_checkpoint
+    write = checkpoints.write_checkpoint
 
     def watched(run_dir: Path, step: int, *arguments: object, **options: object) -> Path:
         ahead.append((step, lines(run_dir)[-1]["step"]))
         return write(run_dir, step, *arguments, **options)
 
-    monkeypatch.setattr(store, "write_checkpoint", watched)
+    monkeypatch.setattr(checkpoints, "write_checkpoint", watched)
     settings = make_run(
         data={"heldout": [str(demo_assets / "heldout.jsonl")], "store": str(tmp_path / "own")},
         evaluate={"every_steps": 100, "validation_samples": 4},
@@ -92,12 +92,14 @@ def test_what_is_kept_is_measured_exported_and_never_ahead_of_the_metrics(
     losses = {step: loss for step, loss in found.items() if loss is not None}
     assert list(losses) == [2, 4, 6]
     best = min(losses, key=lambda step: losses[step])
-    assert store.steps(run) == sorted({best, 6})
-    assert [store.read_note(run, step)["metrics"]["validation/loss"] for step in store.steps(run)] == [
-        losses[step] for step in store.steps(run)
+    assert checkpoints.steps(run) == sorted({best, 6})
+    assert [checkpoints.read_note(run, step)["metrics"]["validation/loss"] for step in checkpoints.steps(run)] == [
+        losses[step] for step in checkpoints.steps(run)
     ]
-    assert sorted(path.name for path in (run / "export").iterdir()) == [store.step_name(s) for s in store.steps(run)]
-    _, exported = read_zlab(store.export_path(run, 6))
+    assert sorted(path.name for path in (run / "export").iterdir()) == [
+        checkpoints.step_name(s) for s in checkpoints.steps(run)
+    ]
+    _, exported = read_zlab(checkpoints.export_path(run, 6))
     assert same(exported, {name: tensor.bfloat16() for name, tensor in weights(run).items()})
 
 
@@ -107,7 +109,7 @@ def test_what_is_kept_is_measured_exported_and_never_ahead_of_the_metrics(
         ({"checkpoint": {"keep_best": "validaton/loss"}}, "keep_best = 'validaton/loss': no metric of the catalogue"),
         ({"checkpoint": {"keep_best": "learning_rate"}}, "'learning_rate': neither less nor more of it is better"),
         ({"checkpoint": {"keep_best": "validation/loss"}}, "is never measured without held-out samples"),
-        ({"checkpoint": {"keep_best": "decode/tau"}}, "is measured by the verifier alone"),
+        ({"checkpoint": {"keep_best": "decode/tau"}}, "is measured by the evaluator alone"),
         (
             {"checkpoint": {"export": "zlab"}, "drafter": {"sample_from_anchor": True}},
             "checkpoint.export = zlab: format zlab: has no key for sample_from_anchor",
@@ -124,9 +126,9 @@ def test_what_can_never_be_kept_or_exported_is_refused_first(
     assert not (settings.with_suffix("") / "settings.yaml").exists()
 
 
-@pytest.mark.parametrize("name", [store.WEIGHTS, store.STATE])
+@pytest.mark.parametrize("name", [checkpoints.WEIGHTS, checkpoints.STATE])
 def test_a_damaged_newest_costs_one_warning_and_nothing_else(copied: Path, finished: Path, capfd, name: str) -> None:
-    path = store.checkpoint_path(copied, 6) / name
+    path = checkpoints.checkpoint_path(copied, 6) / name
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
@@ -134,7 +136,7 @@ def test_a_damaged_newest_costs_one_warning_and_nothing_else(copied: Path, finis
     warned = [line for line in capfd.readouterr().err.splitlines() if "damaged (" in line]
     assert len(warned) == 1 and "the run goes on from step 4" in warned[0]
     assert same(weights(copied), weights(finished)) and trained(copied) == trained(finished)
-    assert store.checkpoint_path(copied, 6).with_name("step-00000006.damaged").is_dir()
+    assert checkpoints.checkpoint_path(copied, 6).with_name("step-00000006.damaged").is_dir()
 
 
 def test_more_ranks_and_workers_go_on_with_the_same_windows(copied: Path, finished: Path) -> None:
@@ -174,7 +176,7 @@ def test_target_and_data_may_lie_elsewhere(copied: Path, finished: Path, demo_as
 
 def test_other_versions_are_told(copied: Path, finished: Path, capfd) -> None:
     forget_after(copied, 4)
-    path = store.checkpoint_path(copied, 4) / store.NOTE
+    path = checkpoints.checkpoint_path(copied, 4) / checkpoints.NOTE
     note = json.loads(path.read_text())
     note["versions"]["torch"] = "1.0.0"
     path.write_text(json.dumps(note))
@@ -201,7 +203,7 @@ def test_a_full_disk_is_one_line_and_the_run_goes_on_later(
     copied: Path, finished: Path, share: float | None, what: str
 ) -> None:
     forget_after(copied, 2)
-    path = store.checkpoint_path(copied, 2) / store.WEIGHTS
+    path = checkpoints.checkpoint_path(copied, 2) / checkpoints.WEIGHTS
     limit = int(path.stat().st_size * share) if share else 12_000
     done = subprocess.run(
         [sys.executable, "-c", LIMITED, str(limit), str(copied)],
@@ -213,7 +215,7 @@ def test_a_full_disk_is_one_line_and_the_run_goes_on_later(
     assert done.returncode == 1, done.stderr
     errors = [line for line in done.stderr.splitlines() if "error:" in line]
     assert "Traceback" not in done.stderr and len(errors) == 1 and what in errors[0], done.stderr
-    assert store.resume_point(copied) == (2, ())
+    assert checkpoints.resume_point(copied) == (2, ())
     assert main(["train", str(copied)]) == 0
     assert same(weights(copied), weights(finished)) and trained(copied) == trained(finished)
 
@@ -225,7 +227,7 @@ def test_sigterm_while_a_checkpoint_is_written_leaves_whole_ones(make_run: MakeR
         train={"epochs": 1000, "max_steps": 5000},
         checkpoint={"every_steps": 1, "keep_last": 2},
     )
-    log, folder = tmp_path / "log", tmp_path / "stopped" / store.CHECKPOINTS
+    log, folder = tmp_path / "log", tmp_path / "stopped" / checkpoints.CHECKPOINTS
     with log.open("w") as file:
         process = subprocess.Popen(
             [sys.executable, "-m", "paceline", "train", str(settings)],
@@ -239,8 +241,8 @@ def test_sigterm_while_a_checkpoint_is_written_leaves_whole_ones(make_run: MakeR
         time.sleep(0.001)
     process.send_signal(signal.SIGTERM)
     assert process.wait(120) == 0, log.read_text()
-    step = store.newest_step(tmp_path / "stopped")
+    step = checkpoints.newest_step(tmp_path / "stopped")
     assert f"stopped at step {step} of 5000, checkpoint written" in log.read_text()
-    assert store.resume_point(tmp_path / "stopped") == (step, ())
+    assert checkpoints.resume_point(tmp_path / "stopped") == (step, ())
     assert not [path.name for path in folder.iterdir() if not path.name.removeprefix("step-").isdigit()]
     assert [line["step"] for line in lines(tmp_path / "stopped")] == list(range(1, step + 1))

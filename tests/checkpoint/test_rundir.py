@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.checkpoint import rundir
+from paceline.checkpoint import run_directory
 from paceline.config import Settings, known_names, validate_settings
 from paceline.errors import ConfigError, RunDirectoryError
 
@@ -22,54 +22,54 @@ def settings(run_dir: Path, **sections: dict) -> Settings:
 
 
 def test_second_start_of_the_same_run_is_accepted(tmp_path: Path) -> None:
-    rundir.open_run(settings(tmp_path / "r"), FACTS)
-    rundir.open_run(settings(tmp_path / "r"), FACTS)
-    assert rundir.read_run_settings(tmp_path / "r") == settings(tmp_path / "r")
-    assert rundir.read_run_facts(tmp_path / "r")["versions"]["torch"]
+    run_directory.open_run(settings(tmp_path / "r"), FACTS)
+    run_directory.open_run(settings(tmp_path / "r"), FACTS)
+    assert run_directory.read_run_settings(tmp_path / "r") == settings(tmp_path / "r")
+    assert run_directory.read_run_facts(tmp_path / "r")["versions"]["torch"]
 
 
 def test_each_changed_setting_is_a_line_with_both_values(tmp_path: Path) -> None:
-    rundir.open_run(settings(tmp_path / "r"), FACTS)
+    run_directory.open_run(settings(tmp_path / "r"), FACTS)
     changed = settings(tmp_path / "r", optimizer={"lr": 0.5}, plan={"accumulate": 2})
     with pytest.raises(RunDirectoryError) as caught:
-        rundir.open_run(changed, FACTS)
-    assert len(caught.value.faults) == 2 and "one run may change flow, checkpoint, evaluate" in caught.value.faults[-1]
+        run_directory.open_run(changed, FACTS)
+    assert len(caught.value.errors) == 2 and "one run may change flow, checkpoint, evaluate" in caught.value.errors[-1]
     assert "made with plan.accumulate = 4, asked for 2" in str(caught.value)
     assert "made with optimizer.lr = 0.0006, asked for 0.5" in str(caught.value)
-    assert rundir.read_run_settings(tmp_path / "r").optimizer.lr == 0.0006
+    assert run_directory.read_run_settings(tmp_path / "r").optimizer.lr == 0.0006
 
 
 def test_changed_data_is_refused(tmp_path: Path) -> None:
-    rundir.open_run(settings(tmp_path / "r"), FACTS)
+    run_directory.open_run(settings(tmp_path / "r"), FACTS)
     with pytest.raises(RunDirectoryError, match="its data fingerprint is not today's"):
-        rundir.open_run(settings(tmp_path / "r"), {**FACTS, "data_fingerprint": "xyz"})
+        run_directory.open_run(settings(tmp_path / "r"), {**FACTS, "data_fingerprint": "xyz"})
 
 
 def test_sections_that_do_not_change_what_is_learned_may_change(tmp_path: Path) -> None:
-    rundir.open_run(settings(tmp_path / "r"), FACTS)
-    rundir.open_run(settings(tmp_path / "r", flow={"mode": "inline"}, checkpoint={"keep_last": 9}), FACTS)
-    assert rundir.read_run_settings(tmp_path / "r").checkpoint.keep_last == 9
+    run_directory.open_run(settings(tmp_path / "r"), FACTS)
+    run_directory.open_run(settings(tmp_path / "r", flow={"mode": "inline"}, checkpoint={"keep_last": 9}), FACTS)
+    assert run_directory.read_run_settings(tmp_path / "r").checkpoint.keep_last == 9
 
 
 def test_a_refusal_says_which_of_the_changes_may_stay(tmp_path: Path) -> None:
-    rundir.open_run(settings(tmp_path / "r"), FACTS)
+    run_directory.open_run(settings(tmp_path / "r"), FACTS)
     changed = {"optimizer": {"lr": 0.5}, "flow": {"target_devices": ["cpu", "cpu"]}, "data": {"workers": 2}}
     with pytest.raises(RunDirectoryError) as caught:
-        rundir.open_run(settings(tmp_path / "r", **changed), FACTS)
-    assert len(caught.value.faults) == 1
-    assert "of the changes asked for, data.workers, flow.target_devices may stay" in caught.value.faults[0]
+        run_directory.open_run(settings(tmp_path / "r", **changed), FACTS)
+    assert len(caught.value.errors) == 1
+    assert "of the changes asked for, data.workers, flow.target_devices may stay" in caught.value.errors[0]
 
 
 def test_where_things_lie_and_how_they_are_computed_may_change(tmp_path: Path) -> None:
     """Fingerprints, not paths, say whether target and data are the same."""
-    rundir.open_run(settings(tmp_path / "r"), FACTS)
+    run_directory.open_run(settings(tmp_path / "r"), FACTS)
     moved = {"target": {"path": "elsewhere"}, "data": {"store": "s", "train": ["x"]}, "drafter": {"head_chunk": 7}}
-    rundir.open_run(settings(tmp_path / "r", **moved), FACTS)
-    assert rundir.read_run_settings(tmp_path / "r").target.path == "elsewhere"
+    run_directory.open_run(settings(tmp_path / "r", **moved), FACTS)
+    assert run_directory.read_run_settings(tmp_path / "r").target.path == "elsewhere"
 
 
 def test_every_free_key_is_a_setting() -> None:
-    assert set(rundir.FREE_KEYS) <= set(known_names())
+    assert set(run_directory.FREE_KEYS) <= set(known_names())
 
 
 @pytest.fixture
@@ -88,7 +88,7 @@ def locked() -> Iterator[Path]:
     """A folder with a run in it, where nobody but its owner, if he, may write."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        rundir.open_run(settings(folder / "old"), {})
+        run_directory.open_run(settings(folder / "old"), {})
         (folder / "old").chmod(0o555)
         folder.chmod(0o555)
         yield folder
@@ -98,75 +98,75 @@ def locked() -> Iterator[Path]:
 
 def test_a_directory_that_cannot_be_written_is_one_line(locked: Path, unprivileged: None) -> None:
     for name in ("old", "new"):
-        for work in (rundir.check_writable, lambda run: rundir.open_run(settings(run), {})):
+        for work in (run_directory.check_writable, lambda run: run_directory.open_run(settings(run), {})):
             with pytest.raises(RunDirectoryError, match=rf"{name}: cannot be written .Permission denied.; ") as caught:
                 work(locked / name)
-            assert len(caught.value.faults) == 1
+            assert len(caught.value.errors) == 1
 
 
 def test_a_file_in_place_of_the_directory_is_refused(tmp_path: Path) -> None:
     (tmp_path / "r").write_text("mine")
     for path in (tmp_path / "r", tmp_path / "r" / "deeper"):
         with pytest.raises(RunDirectoryError, match="r: is a file"):
-            rundir.check_writable(path)
+            run_directory.check_writable(path)
 
 
 def test_a_folder_with_something_else_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("mine")
     with pytest.raises(RunDirectoryError, match=r"not empty and no run of paceline \(thesis.tex\)"):
-        rundir.open_run(settings(tmp_path), FACTS)
+        run_directory.open_run(settings(tmp_path), FACTS)
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
 
 def test_a_folder_with_only_stores_may_become_a_run(tmp_path: Path) -> None:
     for name in ("store", "store-heldout", ".store.lock"):
         (tmp_path / name).mkdir()
-    rundir.open_run(settings(tmp_path), FACTS)
-    assert rundir.is_run_directory(tmp_path)
+    run_directory.open_run(settings(tmp_path), FACTS)
+    assert run_directory.is_run_directory(tmp_path)
 
 
 def test_evaluations_are_kept_by_step(tmp_path: Path) -> None:
     for step, tau in ((300, 2.0), (0, 1.0), (300, 2.5)):
-        rundir.add_evaluation(tmp_path, step, {"tau": tau})
-    assert rundir.read_evaluations(tmp_path) == [{"step": 0, "tau": 1.0}, {"step": 300, "tau": 2.5}]
+        run_directory.add_evaluation(tmp_path, step, {"tau": tau})
+    assert run_directory.read_evaluations(tmp_path) == [{"step": 0, "tau": 1.0}, {"step": 300, "tau": 2.5}]
 
 
 def test_a_run_keeps_its_directory(tmp_path: Path) -> None:
     """Going on with the first run where a second one was asked for would be silent."""
     run, other = tmp_path / "r", tmp_path / "s"
-    rundir.open_run(settings(run), FACTS)
+    run_directory.open_run(settings(run), FACTS)
     with pytest.raises(ConfigError, match=r"run_dir: asked for .*/s, but the run .*/r was given; .*/r/settings.yaml"):
-        rundir.read_run_settings(run, {"run_dir": str(other)})
-    assert rundir.read_run_settings(run, {"run_dir": str(run / ".." / "r")}).run_dir == str(run)
+        run_directory.read_run_settings(run, {"run_dir": str(other)})
+    assert run_directory.read_run_settings(run, {"run_dir": str(run / ".." / "r")}).run_dir == str(run)
 
 
 def test_damaged_files_are_one_clear_line(tmp_path: Path) -> None:
-    rundir.open_run(settings(tmp_path / "r"), FACTS)
-    (tmp_path / "r" / rundir.RUN).write_text(json.dumps({})[:-1])
+    run_directory.open_run(settings(tmp_path / "r"), FACTS)
+    (tmp_path / "r" / run_directory.RUN).write_text(json.dumps({})[:-1])
     with pytest.raises(RunDirectoryError, match="damaged"):
-        rundir.read_run_facts(tmp_path / "r")
+        run_directory.read_run_facts(tmp_path / "r")
     with pytest.raises(RunDirectoryError, match="no run here"):
-        rundir.read_run_settings(tmp_path)
+        run_directory.read_run_settings(tmp_path)
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe", b"[]", b"null", b'{"evaluations": [5]}', b"[{}]"])
 def test_files_that_hold_something_else_are_one_clear_line(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / rundir.EVALUATION).write_bytes(content)
+    (tmp_path / run_directory.EVALUATION).write_bytes(content)
     with pytest.raises(RunDirectoryError, match=r"evaluation.json: damaged \(.+\); remove it and evaluate again"):
-        rundir.read_evaluations(tmp_path)
+        run_directory.read_evaluations(tmp_path)
     if not content.startswith(b'{"'):
-        (tmp_path / rundir.RUN).write_bytes(content)
+        (tmp_path / run_directory.RUN).write_bytes(content)
         with pytest.raises(RunDirectoryError, match=r"run.json: damaged \(.+\); start the run in a new directory"):
-            rundir.read_run_facts(tmp_path)
+            run_directory.read_run_facts(tmp_path)
 
 
-def test_where_settings_changed_what_follows_from_them_is_no_fault_of_its_own(tmp_path: Path) -> None:
-    rundir.open_run(settings(tmp_path / "r"), {**FACTS, "total_steps": 30})
+def test_where_settings_changed_what_follows_from_them_is_no_error_of_its_own(tmp_path: Path) -> None:
+    run_directory.open_run(settings(tmp_path / "r"), {**FACTS, "total_steps": 30})
     with pytest.raises(RunDirectoryError) as caught:
-        rundir.open_run(settings(tmp_path / "r", train={"max_steps": 60}), {**FACTS, "total_steps": 60})
-    assert "made with train.max_steps = None, asked for 60" in caught.value.faults[0]
+        run_directory.open_run(settings(tmp_path / "r", train={"max_steps": 60}), {**FACTS, "total_steps": 60})
+    assert "made with train.max_steps = None, asked for 60" in caught.value.errors[0]
     assert "total steps" not in str(caught.value)
     with pytest.raises(RunDirectoryError, match="its total steps is not today's"):
-        rundir.open_run(settings(tmp_path / "r"), {**FACTS, "total_steps": 60})
+        run_directory.open_run(settings(tmp_path / "r"), {**FACTS, "total_steps": 60})
     with pytest.raises(RunDirectoryError, match="its data fingerprint is not today's"):
-        rundir.open_run(settings(tmp_path / "r", train={"max_steps": 60}), {"data_fingerprint": "x"})
+        run_directory.open_run(settings(tmp_path / "r", train={"max_steps": 60}), {"data_fingerprint": "x"})

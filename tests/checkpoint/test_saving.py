@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from paceline.checkpoint import store
+from paceline.checkpoint import checkpoints
 from paceline.checkpoint.retention import Best
 from paceline.config import CheckpointConfig
 from paceline.errors import ConfigError
-from paceline.flow.messages import StepOrder
-from paceline.saving import Saving, await_written, best_of
+from paceline.run.checkpoint_policy import CheckpointPolicy, await_written, best_of
+from paceline.types import PlannedStep
 
 
 class Known:
@@ -31,15 +31,15 @@ class Known:
         return self.values.get(name)
 
 
-def saving(known: Known, clock: list[float], first_step: int = 0, **config: Any) -> Saving:
-    orders = [StepOrder(s, 0, s - 1, range(2 * s - 2, 2 * s), save=s % 5 == 0) for s in range(1, 21)]
+def saving(known: Known, clock: list[float], first_step: int = 0, **config: Any) -> CheckpointPolicy:
+    orders = [PlannedStep(s, 0, s - 1, range(2 * s - 2, 2 * s), save=s % 5 == 0) for s in range(1, 21)]
     settings = SimpleNamespace(checkpoint=CheckpointConfig(**config))
     run: Any = SimpleNamespace(settings=settings, orders=orders, first_step=first_step)
-    return Saving(run, known, clock=lambda: clock[0])
+    return CheckpointPolicy(run, known, clock=lambda: clock[0])
 
 
-def order(step: int) -> StepOrder:
-    return StepOrder(step, 0, step - 1, range(2), save=step % 5 == 0)
+def order(step: int) -> PlannedStep:
+    return PlannedStep(step, 0, step - 1, range(2), save=step % 5 == 0)
 
 
 def test_by_steps_and_by_time_since_the_one_before() -> None:
@@ -75,10 +75,10 @@ def test_a_metric_counts_for_the_first_checkpoint_after_it_was_measured() -> Non
     assert known.events == [5, 10, 15]
 
 
-def test_after_a_fault_the_checkpoint_that_is_being_written_gets_its_name(tmp_path: Path) -> None:
-    known = store.checkpoint_path(tmp_path, 3).with_name("step-00000003.part")
-    final = store.checkpoint_path(tmp_path, 8)
-    part = final.with_name(final.name + store.ASIDE)
+def test_after_a_error_the_checkpoint_that_is_being_written_gets_its_name(tmp_path: Path) -> None:
+    known = checkpoints.checkpoint_path(tmp_path, 3).with_name("step-00000003.part")
+    final = checkpoints.checkpoint_path(tmp_path, 8)
+    part = final.with_name(final.name + checkpoints.ASIDE)
     for path in (known, part):
         path.mkdir(parents=True)
     asked: list[int] = []
@@ -90,7 +90,7 @@ def test_after_a_fault_the_checkpoint_that_is_being_written_gets_its_name(tmp_pa
         return True
 
     await_written(tmp_path, {known.name}, is_alive)
-    assert len(asked) == 5 and store.being_written(tmp_path) == {known.name}
+    assert len(asked) == 5 and checkpoints.being_written(tmp_path) == {known.name}
     part.mkdir()
     await_written(tmp_path, set(), lambda: False)
     await_written(tmp_path, set(), lambda: True, limit_s=0.05)

@@ -11,20 +11,20 @@ import pytest
 import torch
 import yaml
 
-from paceline.checkpoint import rundir, store
+from paceline.checkpoint import checkpoints, run_directory
 from paceline.cli import main
 from paceline.drafter.spec import DrafterSpec
 from paceline.errors import ConfigError, ExportError
 from paceline.export.speculators import write_speculators
 from paceline.export.zlab import write_zlab
-from paceline.target.facts import describe
+from paceline.target_model.facts import describe
 
 MakeRun = Callable[..., Path]
 
 
 @pytest.fixture(scope="module")
 def drafter(finished: Path) -> tuple[DrafterSpec, dict[str, torch.Tensor]]:
-    values, state, _ = store.load_drafter(finished)
+    values, state, _ = checkpoints.load_drafter(finished)
     return DrafterSpec.from_dict(values), state
 
 
@@ -41,27 +41,27 @@ def folder_of(drafter, demo_assets: Path, tmp_path: Path) -> Callable[..., Path]
 
 
 def composed(settings: Path):
-    from paceline.compose import compose
     from paceline.config import load_settings
+    from paceline.run.build import build_run
 
-    return compose(load_settings(settings))
+    return build_run(load_settings(settings))
 
 
 @pytest.mark.parametrize(("format", "dtype"), [("zlab", "float32"), ("speculators", "bfloat16")])
 def test_the_run_begins_with_the_folders_weights(
     make_run: MakeRun, folder_of, drafter, finished: Path, format: str, dtype: str
 ) -> None:
-    from paceline.train import recipe
+    from paceline.run.learner_factory import learner_factory
 
     folder = folder_of(format, dtype)
     run = composed(make_run(drafter={"init": str(folder)}))
-    learner = recipe(run)()
+    learner = learner_factory(run)()
     for name, tensor in drafter[1].items():
         mine = learner.network.state_dict()[name]
         assert mine.dtype == torch.float32
         assert torch.equal(mine, tensor.to(getattr(torch, dtype)).float()), name
     assert learner.steps_done == 0
-    noted = rundir.read_run_facts(run.run_dir)["init"]
+    noted = run_directory.read_run_facts(run.run_dir)["init"]
     assert noted["folder"] == str(folder) and noted["format"] == format and len(noted["content_hash"]) == 16
 
 
@@ -71,12 +71,12 @@ def test_a_run_goes_on_without_its_folder(make_run: MakeRun, folder_of) -> None:
     settings = make_run("warm", drafter={"init": str(folder)}, train={"max_steps": 4})
     assert main(["train", str(settings)]) == 0
     run = settings.with_suffix("")
-    kept = store.load_drafter(run, 4)[1]
+    kept = checkpoints.load_drafter(run, 4)[1]
     (folder / "config.json").unlink()
-    for path in store.checkpoint_path(run, 4).iterdir():
+    for path in checkpoints.checkpoint_path(run, 4).iterdir():
         path.unlink()
     assert main(["train", str(run)]) == 0
-    assert all(torch.equal(tensor, kept[name]) for name, tensor in store.load_drafter(run, 4)[1].items())
+    assert all(torch.equal(tensor, kept[name]) for name, tensor in checkpoints.load_drafter(run, 4)[1].items())
     cold = make_run("cold", train={"max_steps": 4})
     assert main(["train", str(cold)]) == 0
     losses = [
@@ -92,7 +92,7 @@ def test_another_shape_says_which_settings_it_needs(make_run: MakeRun, folder_of
     settings = make_run(drafter={"init": str(folder_of("zlab")), "num_layers": 2, "rope_theta": 7.0})
     with pytest.raises(ConfigError, match=r"to go on from it, set drafter.num_layers: 1, ") as caught:
         composed(settings)
-    assert len(caught.value.faults) == 1 and "drafter.rope_theta: " in str(caught.value)
+    assert len(caught.value.errors) == 1 and "drafter.rope_theta: " in str(caught.value)
     assert not settings.with_suffix("").joinpath("settings.yaml").exists()
 
 
@@ -117,7 +117,7 @@ def test_another_targets_drafter_is_refused(make_run: MakeRun, folder_of) -> Non
 def test_no_drafter_folder_is_one_line(make_run: MakeRun, tmp_path: Path) -> None:
     with pytest.raises(ExportError) as caught:
         composed(make_run(drafter={"init": str(tmp_path / "nothing")}))
-    assert len(caught.value.faults) == 1
+    assert len(caught.value.errors) == 1
 
 
 def test_the_setting_is_written_out(make_run: MakeRun, folder_of) -> None:

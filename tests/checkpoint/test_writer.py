@@ -1,4 +1,4 @@
-"""Writing in the background: one at a time, waiting only for the one before, faults at the next look."""
+"""Writing in the background: one at a time, waiting only for the one before, errors at the next look."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from paceline.checkpoint import store
+from paceline.checkpoint import checkpoints
 from paceline.checkpoint.writer import CheckpointWriter
 from paceline.config import CheckpointConfig
-from paceline.drafter.snapshot import snapshot
+from paceline.drafter.host_copy import copy_to_host
 from paceline.errors import CheckpointError
 
 
@@ -40,21 +40,23 @@ def test_put_returns_while_it_writes_and_the_next_waits_for_it(tmp_path: Path) -
     gate = Gate()
     writer = CheckpointWriter(tmp_path, CheckpointConfig(keep_last=5), export=gate)
     writer.put(1, state(1), {"epoch": 0})
-    assert gate.entered.wait(30) and store.steps(tmp_path) == [1]
+    assert gate.entered.wait(30) and checkpoints.steps(tmp_path) == [1]
     second = threading.Thread(target=writer.put, args=(2, state(2)))
     second.start()
     second.join(0.2)
-    assert second.is_alive() and store.steps(tmp_path) == [1]
+    assert second.is_alive() and checkpoints.steps(tmp_path) == [1]
     writer.check()
     gate.open.set()
     second.join(30)
     writer.wait()
     assert gate.seen == [(1, 1.0), (2, 2.0)] and gate.most == 1
-    assert store.steps(tmp_path) == [1, 2] and store.read_note(tmp_path, 1)["epoch"] == 0
-    assert torch.equal(store.read_checkpoint(tmp_path, 2)["network"]["fc.weight"], state(2)["network"]["fc.weight"])
+    assert checkpoints.steps(tmp_path) == [1, 2] and checkpoints.read_note(tmp_path, 1)["epoch"] == 0
+    assert torch.equal(
+        checkpoints.read_checkpoint(tmp_path, 2)["network"]["fc.weight"], state(2)["network"]["fc.weight"]
+    )
 
 
-def test_a_fault_comes_at_the_next_look_and_what_was_there_stays(tmp_path: Path) -> None:
+def test_a_error_comes_at_the_next_look_and_what_was_there_stays(tmp_path: Path) -> None:
     writer = CheckpointWriter(tmp_path, CheckpointConfig())
     writer.put(1, state(1))
     writer.wait()
@@ -63,10 +65,10 @@ def test_a_fault_comes_at_the_next_look_and_what_was_there_stays(tmp_path: Path)
     with pytest.raises(CheckpointError, match=r"step-00000002: checkpoint not written .* step 1 is intact"):
         writer.wait()
     writer.check()
-    assert store.resume_point(tmp_path) == (1, ())
+    assert checkpoints.resume_point(tmp_path) == (1, ())
 
 
-def test_a_fault_of_the_export_is_told_too(tmp_path: Path) -> None:
+def test_a_error_of_the_export_is_told_too(tmp_path: Path) -> None:
     def broken(step: int, network: dict) -> None:
         raise CheckpointError(f"no export of step {step}")
 
@@ -74,7 +76,7 @@ def test_a_fault_of_the_export_is_told_too(tmp_path: Path) -> None:
     writer.put(3, state(3))
     with pytest.raises(CheckpointError, match="no export of step 3"):
         writer.put(4, state(4))
-    assert store.steps(tmp_path) == [3]
+    assert checkpoints.steps(tmp_path) == [3]
 
 
 def test_the_same_step_is_not_written_again(tmp_path: Path) -> None:
@@ -100,17 +102,17 @@ def test_the_memory_of_the_state_before_comes_back_once_it_is_written(tmp_path: 
     assert asking.is_alive() and not found, "given back while it is being written"
     gate.open.set()
     asking.join(30)
-    again = snapshot(state(2), found[0])
+    again = copy_to_host(state(2), found[0])
     assert again["network"]["fc.weight"].data_ptr() == first["network"]["fc.weight"].data_ptr()
     assert writer.spare() is None
     writer.put(2, again)
     writer.wait()
     for step in (1, 2):
-        assert float(store.read_checkpoint(tmp_path, step)["network"]["fc.weight"][0, 0]) == step
+        assert float(checkpoints.read_checkpoint(tmp_path, step)["network"]["fc.weight"][0, 0]) == step
 
 
 def test_a_writer_travels_to_another_process_and_clears_what_a_kill_left(tmp_path: Path) -> None:
-    half = store.checkpoint_path(tmp_path, 7)
+    half = checkpoints.checkpoint_path(tmp_path, 7)
     half.with_name(half.name + ".part").mkdir(parents=True)
     writer = pickle.loads(pickle.dumps(CheckpointWriter(tmp_path, CheckpointConfig(keep_last=1))))
     for step in (8, 9):

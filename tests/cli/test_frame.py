@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from paceline.cli import COMMANDS, frame, main
+from paceline.cli import COMMANDS, command, main
 from paceline.errors import ConfigError, StageError
 
 
@@ -32,8 +32,8 @@ def test_help_names_an_example_and_imports_no_torch(command: str | None) -> None
 
 
 def test_every_command_has_a_module_with_run() -> None:
-    for command in COMMANDS:
-        assert callable(importlib.import_module(f"paceline.cli.{command}").run)
+    for name in COMMANDS:
+        assert callable(importlib.import_module(f"paceline.cli.{name}").run)
 
 
 @pytest.mark.parametrize(
@@ -55,9 +55,9 @@ def test_misuse_is_one_line_and_exit_code_2(
     assert says in capfd.readouterr().err
 
 
-def test_faults_and_interrupts_become_lines_and_exit_codes(capfd: pytest.CaptureFixture[str]) -> None:
-    def two_faults(_: object) -> int:
-        raise ConfigError("a.yaml:1: [first] fault", "a.yaml:2: second fault")
+def test_errors_and_interrupts_become_lines_and_exit_codes(capfd: pytest.CaptureFixture[str]) -> None:
+    def two_errors(_: object) -> int:
+        raise ConfigError("a.yaml:1: [first] error", "a.yaml:2: second error")
 
     def failed(_: object) -> int:
         raise StageError("stage target 0 failed")
@@ -65,19 +65,19 @@ def test_faults_and_interrupts_become_lines_and_exit_codes(capfd: pytest.Capture
     def interrupted(_: object) -> int:
         raise KeyboardInterrupt
 
-    assert frame.guarded(two_faults, []) == 2
-    assert frame.guarded(failed, []) == 1
-    assert frame.guarded(interrupted, []) == 130
+    assert command.guarded(two_errors, []) == 2
+    assert command.guarded(failed, []) == 1
+    assert command.guarded(interrupted, []) == 130
     lines = capfd.readouterr().err.splitlines()
     assert lines[:3] == [
-        "error: a.yaml:1: [first] fault",
-        "error: a.yaml:2: second fault",
+        "error: a.yaml:1: [first] error",
+        "error: a.yaml:2: second error",
         "error: stage target 0 failed",
     ]
     assert lines[3].startswith("interrupted")
 
 
-def test_errors_pickle_with_their_faults() -> None:
+def test_errors_pickle_with_their_errors() -> None:
     import pickle
 
     from paceline import errors
@@ -86,14 +86,14 @@ def test_errors_pickle_with_their_faults() -> None:
         kind = getattr(errors, name)
         if isinstance(kind, type) and issubclass(kind, errors.PacelineError):
             again = pickle.loads(pickle.dumps(kind("a", "b")))
-            assert type(again) is kind and again.faults == ("a", "b") and again.exit_code == kind.exit_code
+            assert type(again) is kind and again.errors == ("a", "b") and again.exit_code == kind.exit_code
 
 
-def test_a_fault_of_the_place_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_error_of_the_place_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     def full(argv: object) -> int:
         raise OSError(28, "No space left on device", "runs/first/metrics.jsonl")
 
-    assert frame.guarded(full, []) == 1
+    assert command.guarded(full, []) == 1
     said = capsys.readouterr().err.splitlines()
     assert said == [
         "error: runs/first/metrics.jsonl: No space left on device; mend it and run the command again",
@@ -104,5 +104,5 @@ def test_control_characters_of_data_are_shown(capsys: pytest.CaptureFixture[str]
     def binary(argv: object) -> int:
         raise ConfigError("bin.jsonl:1: \x1b[2Jnot \x00 JSON, naïve 中文 🙂")
 
-    assert frame.guarded(binary, []) == 2
+    assert command.guarded(binary, []) == 2
     assert capsys.readouterr().err == "error: bin.jsonl:1: \\x1b[2Jnot \\x00 JSON, naïve 中文 🙂\n"

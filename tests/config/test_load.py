@@ -1,4 +1,4 @@
-"""Settings: every fault at once, one line each, with file, line and what to do."""
+"""Settings: every error at once, one line each, with file, line and what to do."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from paceline.errors import ConfigError
 BASE = "run_dir: runs/x\ntarget:\n  path: models/t\n"
 
 
-def faults(tmp_path: Path, text: str, **flags: str) -> list[str]:
+def errors(tmp_path: Path, text: str, **flags: str) -> list[str]:
     file = tmp_path / "run.yaml"
     file.write_text(text)
     with pytest.raises(ConfigError) as caught:
         load_settings(file, {name.replace("__", "."): value for name, value in flags.items()})
-    return [line.removeprefix(str(tmp_path) + "/") for line in caught.value.faults]
+    return [line.removeprefix(str(tmp_path) + "/") for line in caught.value.errors]
 
 
-def test_all_faults_at_once_with_file_and_line(tmp_path: Path) -> None:
-    lines = faults(
+def test_all_errors_at_once_with_file_and_line(tmp_path: Path) -> None:
+    lines = errors(
         tmp_path,
         "target:\n  path: models/t\n  dtyp: float32\nplan:\n  token_budget: 1.5\n  max_samples: 0\nsede: 3\n",
     )
@@ -45,21 +45,21 @@ def test_all_faults_at_once_with_file_and_line(tmp_path: Path) -> None:
 
 
 def test_a_key_in_the_wrong_section_is_led_to_the_right_one(tmp_path: Path) -> None:
-    assert faults(tmp_path, BASE + "drafter:\n  accumulate: 2\n") == [
+    assert errors(tmp_path, BASE + "drafter:\n  accumulate: 2\n") == [
         "run.yaml:5: drafter.accumulate: unknown key; did you mean plan.accumulate?"
     ]
 
 
 def test_a_choice_outside_the_list_names_the_list(tmp_path: Path) -> None:
-    (line,) = faults(tmp_path, BASE + "  dtype: int8\n")
+    (line,) = errors(tmp_path, BASE + "  dtype: int8\n")
     assert line.startswith("run.yaml:4: target.dtype = 'int8': not allowed;")
     assert "float32, bfloat16, float16" in line
 
 
 def test_impossible_combinations_are_said_in_words(tmp_path: Path) -> None:
-    (line,) = faults(tmp_path, BASE + "drafter:\n  num_layers: 2\n  layers: [full]\n")
+    (line,) = errors(tmp_path, BASE + "drafter:\n  num_layers: 2\n  layers: [full]\n")
     assert "layers lists 1 kinds for num_layers 2" in line
-    (line,) = faults(tmp_path, BASE + "drafter:\n  num_layers: 1\n  layers: [sliding]\n")
+    (line,) = errors(tmp_path, BASE + "drafter:\n  num_layers: 1\n  layers: [sliding]\n")
     assert "sliding_window is unset" in line
 
 
@@ -76,7 +76,7 @@ def test_impossible_combinations_are_said_in_words(tmp_path: Path) -> None:
     ],
 )
 def test_other_bad_files(tmp_path: Path, text: str, says: str) -> None:
-    assert says in "\n".join(faults(tmp_path, text))
+    assert says in "\n".join(errors(tmp_path, text))
 
 
 def test_missing_and_binary_files(tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ def test_missing_and_binary_files(tmp_path: Path) -> None:
         load_settings(tmp_path / "b.yaml")
 
 
-def test_flags_override_the_file_and_name_themselves_in_faults(tmp_path: Path) -> None:
+def test_flags_override_the_file_and_name_themselves_in_errors(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(BASE + "optimizer:\n  lr: 0.1\n")
     settings = load_settings(
@@ -95,10 +95,10 @@ def test_flags_override_the_file_and_name_themselves_in_faults(tmp_path: Path) -
     )
     assert settings.optimizer.lr == 3e-4
     assert settings.flow.target_devices == ["cuda:0", "cuda:1"]
-    assert faults(tmp_path, BASE, plan__token_budget="many")[0].startswith(
+    assert errors(tmp_path, BASE, plan__token_budget="many")[0].startswith(
         "--plan.token_budget: plan.token_budget = 'many'"
     )
-    assert faults(tmp_path, BASE, optimizr__lr="1") == ["--optimizr.lr: unknown setting; did you mean optimizer.lr?"]
+    assert errors(tmp_path, BASE, optimizr__lr="1") == ["--optimizr.lr: unknown setting; did you mean optimizer.lr?"]
 
 
 def test_dumped_settings_load_to_the_same(tmp_path: Path) -> None:
@@ -155,8 +155,8 @@ def test_flipping_any_key_changes_the_resolved_settings(tmp_path: Path) -> None:
         file.write_text(yaml.safe_dump(base))
         try:
             after = load_settings(file, {name: yaml.safe_dump(other).replace("\n...", "").strip()})
-        except ConfigError as fault:
-            assert name.split(".")[0] in str(fault), name
+        except ConfigError as error:
+            assert name.split(".")[0] in str(error), name
             continue
         assert after != before, name
         flipped += 1

@@ -10,13 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from paceline.account import MAX_TAGS, Account, tag_table
 from paceline.cli.train import ready_store
-from paceline.compose import compose
 from paceline.config import load_settings
-from paceline.contracts import Ratio, StepReport, TargetFacts
-from paceline.cost import drafter_flops, target_flops
 from paceline.drafter.spec import DrafterSpec
+from paceline.run.build import build_run
+from paceline.run.flops import drafter_flops, target_flops
+from paceline.run.step_metrics import MAX_TAGS, StepMetrics, tag_table
+from paceline.types import Ratio, StepReport, TargetFacts
 
 
 def report_of(batches: list[int], losses: dict[int, np.ndarray]) -> StepReport:
@@ -36,15 +36,15 @@ def test_tags_rows_coverage_and_use_of_the_peak(make_run: Callable[..., Path], f
     data = {"train": [f"{tmp_path}/a.jsonl#tag=mine", f"{tmp_path}/b.jsonl"], "store": str(tmp_path / "own")}
     settings = load_settings(make_run(data=data, observe={"peak_tflops": peak, "console": "quiet"}))
     ready_store(settings)
-    run = compose(settings)
+    run = build_run(settings)
     indices = [index for order in run.orders[:5] for index in order.batches]
-    from paceline.compose import epoch_plan
+    from paceline.run.build import epoch_plan
 
     plan = epoch_plan(settings, run.spec, run.source, 0)
     rows = {index: plan.batch(index).rows for index in indices}
     rng = np.random.default_rng(0)
     losses = {index: rng.random((len(rows[index]), 2)) for index in reversed(indices)}
-    found = Account(run)(report_of(indices, losses))
+    found = StepMetrics(run)(report_of(indices, losses))
     assert {index: list(values) for index, values in found.rows.items()} == {i: list(r) for i, r in rows.items()}
     assert set(found.tags) >= {"mine", "source:a.jsonl", "source:b.jsonl"} and "script:latin" not in found.tags
     for tag in ("mine", "source:a.jsonl", "source:b.jsonl"):

@@ -19,19 +19,19 @@ import yaml
 from safetensors.torch import load_file
 
 from corridor.processes import children_of
-from paceline.background import Measure, VerifierStage
-from paceline.checkpoint import store
-from paceline.checkpoint.rundir import read_evaluations, read_run_facts
+from paceline.checkpoint import checkpoints
+from paceline.checkpoint.run_directory import read_evaluations, read_run_facts
 from paceline.cli import main
 from paceline.config import load_settings
 from paceline.errors import CheckpointError
+from paceline.run.eval_worker import EvalRequest, EvaluatorStage
 
 MakeRun = Callable[..., Path]
 FEW = {"num_prompts": 2, "max_new_tokens": 12, "dtype": "float64"}
 
 
 def weights(run_dir: Path, step: int) -> dict[str, torch.Tensor]:
-    return load_file(store.checkpoint_path(run_dir, step) / store.WEIGHTS)
+    return load_file(checkpoints.checkpoint_path(run_dir, step) / checkpoints.WEIGHTS)
 
 
 @pytest.fixture(scope="module")
@@ -123,11 +123,11 @@ def test_the_newest_checkpoint_is_measured_even_if_another_is_pruned_meanwhile(
     file = make_run("run", data=heldout, evaluate=FEW, train={"max_steps": 4}, checkpoint={"every_steps": 2})
     assert main(["train", str(file)]) == 0
     run_dir, settings = run_dir_of(file), load_settings(file)
-    stage = VerifierStage(settings, run_dir, read_run_facts(run_dir)["drafter"]["taps"])
-    (found,) = stage.handle(Measure())
+    stage = EvaluatorStage(settings, run_dir, read_run_facts(run_dir)["drafter"]["taps"])
+    (found,) = stage.handle(EvalRequest())
     assert found.step == 4 and found.report["num_prompts"] == 2 and found.report["lossless"] is None
 
-    load, asked = store.load_drafter, []
+    load, asked = checkpoints.load_drafter, []
 
     def pruned_once(folder: Path, step: int):
         asked.append(step)
@@ -136,14 +136,14 @@ def test_the_newest_checkpoint_is_measured_even_if_another_is_pruned_meanwhile(
         return load(folder, step)
 
     newest = iter([2, 4, 4])
-    monkeypatch.setattr(store, "load_drafter", pruned_once)
-    monkeypatch.setattr(store, "newest_step", lambda _: next(newest))
-    (again,) = stage.handle(Measure())
+    monkeypatch.setattr(checkpoints, "load_drafter", pruned_once)
+    monkeypatch.setattr(checkpoints, "newest_step", lambda _: next(newest))
+    (again,) = stage.handle(EvalRequest())
     assert asked == [2, 4] and again.step == 4 and again.report["rows"] == found.report["rows"]
-    monkeypatch.setattr(store, "newest_step", lambda _: 4)
+    monkeypatch.setattr(checkpoints, "newest_step", lambda _: 4)
     asked.clear()
     with pytest.raises(CheckpointError, match="gone"):
-        list(stage.handle(Measure()))
+        list(stage.handle(EvalRequest()))
 
 
 @pytest.mark.parametrize("damage", ["unwritable", "unreadable"])
@@ -155,12 +155,12 @@ def test_a_run_that_goes_on_makes_up_for_its_checkpoint_and_does_not_need_the_fi
     assert main(["train", str(file)]) == 0
     run_dir = run_dir_of(file)
     before = weights(run_dir, 4)
-    shutil.rmtree(store.checkpoint_path(run_dir, 4))
+    shutil.rmtree(checkpoints.checkpoint_path(run_dir, 4))
     if damage == "unwritable":
         (run_dir / "evaluation.json").mkdir()
     else:
         (run_dir / "evaluation.json").write_text("{", encoding="utf-8")
-    assert main(["train", str(run_dir), "--flow.verifier_device", "cpu"]) == 0
+    assert main(["train", str(run_dir), "--evaluate.device", "cpu"]) == 0
     assert events(run_dir, "decoded")[-1]["step"] == 4
     warnings = [entry["text"] for entry in events(run_dir, "warning")]
     assert warnings and all("evaluation.json: " in text for text in warnings)
@@ -169,7 +169,7 @@ def test_a_run_that_goes_on_makes_up_for_its_checkpoint_and_does_not_need_the_fi
 
 @pytest.fixture
 def slow_run(make_run: MakeRun, demo_assets: Path, tmp_path: Path):
-    """A function: changes → a training process whose verifier has work for longer than the run takes."""
+    """A function: changes → a training process whose evaluator has work for longer than the run takes."""
     started: list[subprocess.Popen] = []
 
     def start(**flow) -> tuple[subprocess.Popen, Path, Path]:
@@ -196,7 +196,7 @@ def slow_run(make_run: MakeRun, demo_assets: Path, tmp_path: Path):
 
 
 def verifier_of(process: subprocess.Popen, log: Path, run_dir: Path) -> int:
-    """The verifier: the only process that stands back with `nice` 10."""
+    """The evaluator: the only process that stands back with `nice` 10."""
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
         assert process.poll() is None, log.read_text()
@@ -223,28 +223,28 @@ def test_training_goes_on_without_a_verifier_that_was_killed(slow_run) -> None:
     os.kill(verifier_of(process, log, run_dir), signal.SIGKILL)
     assert process.wait(200) == 0, log.read_text()
     shown = log.read_text()
-    assert shown.count("the verifier was killed by SIGKILL; training goes on without real decoding") == 1
-    assert "Traceback" not in shown and store.newest_step(run_dir) == 20
+    assert shown.count("the evaluator was killed by SIGKILL; training goes on without real decoding") == 1
+    assert "Traceback" not in shown and checkpoints.newest_step(run_dir) == 20
     warnings = [entry["text"] for entry in events(run_dir, "warning")]
-    assert warnings.count("the verifier was killed by SIGKILL; training goes on without real decoding") == 1
+    assert warnings.count("the evaluator was killed by SIGKILL; training goes on without real decoding") == 1
 
 
 def test_the_end_waits_within_its_bound_and_leaves_no_process(slow_run) -> None:
     process, run_dir, log = slow_run(verifier_wait_s=0.5)
-    verifier = verifier_of(process, log, run_dir)
+    evaluator = verifier_of(process, log, run_dir)
     everyone = children_of(process.pid)
-    assert verifier in everyone
+    assert evaluator in everyone
     assert process.wait(200) == 0, log.read_text()
-    assert re.search(r"not decoded within flow.verifier_wait_s = 0.5; make up for it", log.read_text())
-    assert store.newest_step(run_dir) == 20
+    assert re.search(r"not decoded within evaluate.wait_s = 0.5; make up for it", log.read_text())
+    assert checkpoints.newest_step(run_dir) == 20
     gone_within(everyone, 10)
 
 
 def test_nothing_outlives_a_trainer_that_was_killed(slow_run) -> None:
     process, run_dir, log = slow_run()
-    verifier = verifier_of(process, log, run_dir)
+    evaluator = verifier_of(process, log, run_dir)
     everyone = children_of(process.pid)
-    assert verifier in everyone
+    assert evaluator in everyone
     process.kill()
     process.wait()
     gone_within(everyone, 20)
@@ -261,18 +261,18 @@ def test_a_verifier_that_cannot_start_costs_a_warning(make_run: MakeRun, tmp_pat
     )
     assert main(["train", str(settings)]) == 0
     (warning,) = [entry["text"] for entry in events(run_dir_of(settings), "warning")]
-    assert warning.startswith("the verifier failed: ") and "no row with a question to evaluate" in warning
+    assert warning.startswith("the evaluator failed: ") and "no row with a question to evaluate" in warning
 
 
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
         ({"flow": {"verifier_device": "cpu"}}, "there are no held-out prompts to decode"),
-        ({"flow": {"verifier_device": "cuda:77"}}, "flow.verifier_device: cuda:77: no such device here"),
-        ({"checkpoint": {"keep_best": "decode/tau"}}, "is measured by the verifier alone"),
+        ({"flow": {"verifier_device": "cuda:77"}}, "evaluate.device: cuda:77: no such device here"),
+        ({"checkpoint": {"keep_best": "decode/tau"}}, "is measured by the evaluator alone"),
     ],
 )
-def test_faults_are_one_line(make_run: MakeRun, capsys: pytest.CaptureFixture[str], changes, says) -> None:
+def test_errors_are_one_line(make_run: MakeRun, capsys: pytest.CaptureFixture[str], changes, says) -> None:
     assert main(["train", str(make_run(data={"store": None}, **changes))]) == 2
     shown = capsys.readouterr().err
     assert says in shown and shown.count("error:") == 1

@@ -174,7 +174,7 @@ def test_unknown_command_and_flag(capfd) -> None:
         ({"drafter": {"head": "liger"}}, "liger trains on CUDA only"),
         ({"drafter": {"head": "torch"}, "objective": {"terms": {"kl": 1.0}}}, "torch knows cross entropy alone"),
         ({"seed": 2**64}, "seed"),
-        ({"target": {"adapter": "tuned", "quantization": "8bit"}}, "cannot be merged into weights that are quantised"),
+        ({"target": {"adapter": "tuned", "quantization": "8bit"}}, "cannot be merged into weights that are quantized"),
         (
             {"target": {"device_map": "auto"}, "flow": {"mode": "pipeline", "target_devices": ["cpu", "cpu"]}},
             "list one",

@@ -1,4 +1,4 @@
-"""Faults by real means in a real run: each ends it in seconds with one line, leaves nothing, and the run goes on."""
+"""Errors by real means in a real run: each ends it in seconds with one line, leaves nothing, and the run goes on."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from corridor.processes import children_of
-from paceline.checkpoint import store
+from paceline.checkpoint import checkpoints
 from paceline.cli import main
 from paceline.data.store import open_store
 
@@ -59,7 +59,7 @@ def striking(settings: Path, number: int, blow: signal.Signals) -> Generator[Non
     """Once the run has a checkpoint, a worker of this process is sent a signal: 0 is the target, 1 the drafter."""
 
     def strike() -> None:
-        if wait_until(lambda: store.newest_step(run_dir_of(settings)) > 0):
+        if wait_until(lambda: checkpoints.newest_step(run_dir_of(settings)) > 0):
             os.kill(workers_of(os.getpid())[number], blow)
 
     thread = threading.Thread(target=strike)
@@ -68,7 +68,7 @@ def striking(settings: Path, number: int, blow: signal.Signals) -> Generator[Non
     thread.join()
 
 
-def fault_line(text: str) -> str:
+def error_line(text: str) -> str:
     assert "Traceback" not in text
     lines = [line for line in text.splitlines() if line.startswith("error: ")]
     assert len(lines) == 1, text
@@ -78,17 +78,17 @@ def fault_line(text: str) -> str:
 def goes_on(settings: Path) -> None:
     """The same run, a few steps further."""
     text = yaml.safe_load(settings.read_text())
-    reached = store.newest_step(run_dir_of(settings))
+    reached = checkpoints.newest_step(run_dir_of(settings))
     stop = threading.Thread(
         target=lambda: (
-            wait_until(lambda: store.newest_step(run_dir_of(settings)) > reached)
+            wait_until(lambda: checkpoints.newest_step(run_dir_of(settings)) > reached)
             and os.kill(os.getpid(), signal.SIGINT)
         )
     )
     stop.start()
     assert main(["train", text["run_dir"]]) == 0
     stop.join()
-    assert store.newest_step(run_dir_of(settings)) > reached
+    assert checkpoints.newest_step(run_dir_of(settings)) > reached
 
 
 @pytest.mark.slow
@@ -97,7 +97,7 @@ def test_a_killed_worker_is_named_and_the_run_goes_on(make_run: MakeRun, capfd, 
     settings, before = make_run(flow={"mode": "pipeline"}, train=LONG, checkpoint={"every_steps": 5}), shared_memory()
     with striking(settings, number, signal.SIGKILL):
         assert main(["train", str(settings)]) == 1
-    line = fault_line(capfd.readouterr().err)
+    line = error_line(capfd.readouterr().err)
     assert re.search(rf"stage {stage} 0 \(cpu\) was killed by SIGKILL while working on {WORK}", line), line
     assert not workers_alive()
     assert shared_memory() <= before
@@ -124,7 +124,7 @@ def test_a_worker_that_hangs_is_named_with_what_it_was_doing(make_run: MakeRun, 
     settings = make_run(flow=flow, train=LONG, checkpoint={"every_steps": 5})
     with striking(settings, number, signal.SIGSTOP):
         assert main(["train", str(settings)]) == 1
-    line = fault_line(capfd.readouterr().err)
+    line = error_line(capfd.readouterr().err)
     assert re.search(
         rf"stage {stage} 0 \(cpu\) has shown no progress for 2\d s while working on {WORK}; the limit is flow", line
     ), line
@@ -157,7 +157,7 @@ def test_features_that_are_no_numbers_are_refused_with_their_samples(
     path = damaged_target(tmp_path / "target", demo_assets / "target", token)
     settings = make_run("nan", target={"path": str(path)}, flow=flow, data={"store": str(tmp_path / "own")}, train=LONG)
     assert main(["train", str(settings)]) == 1
-    line = fault_line(capfd.readouterr().err)
+    line = error_line(capfd.readouterr().err)
     assert re.search(rf"stage target 0 \(cpu\) failed on .*{BATCH}: features of \d+ tokens of samples", line), line
     assert f"samples [{sample}] are not finite" in line
 
@@ -173,11 +173,11 @@ def test_a_damaged_row_is_named_and_the_run_goes_on_once_it_is_mended(make_run: 
     capfd.readouterr()
     fresh = make_run("fresh", flow=flow, data=data, train={"max_steps": 30})
     assert main(["train", str(fresh)]) == 1
-    line = fault_line(capfd.readouterr().err)
+    line = error_line(capfd.readouterr().err)
     assert re.search(rf"stage target 0 \(cpu\) failed on .*{BATCH}: .*token id 2139062143 is outside", line), line
     part.write_bytes(sound)
     assert main(["train", str(fresh)]) == 0
-    assert store.newest_step(run_dir_of(fresh)) == 30
+    assert checkpoints.newest_step(run_dir_of(fresh)) == 30
 
 
 def test_shared_memory_that_is_too_small_is_refused_before_workers_start(make_run: MakeRun, capfd) -> None:
@@ -187,7 +187,7 @@ def test_shared_memory_that_is_too_small_is_refused_before_workers_start(make_ru
     began = time.monotonic()
     assert main(["train", str(settings)]) == 1
     assert re.search(
-        r"shared memory: \d+ feature buffers need \d+ MiB, /dev/shm has", fault_line(capfd.readouterr().err)
+        r"shared memory: \d+ feature buffers need \d+ MiB, /dev/shm has", error_line(capfd.readouterr().err)
     )
     assert time.monotonic() - began < 120
     assert not workers_alive()
@@ -195,7 +195,7 @@ def test_shared_memory_that_is_too_small_is_refused_before_workers_start(make_ru
 
 def test_a_pool_that_holds_no_two_buffers_is_refused(make_run: MakeRun, capfd) -> None:
     assert main(["train", str(make_run(flow={"mode": "pipeline", "pool_bytes": 100_000}))]) == 2
-    assert re.search(r"flow.pool_bytes: 100000 hold no 2 buffers of \d+ bytes", fault_line(capfd.readouterr().err))
+    assert re.search(r"flow.pool_bytes: 100000 hold no 2 buffers of \d+ bytes", error_line(capfd.readouterr().err))
 
 
 @pytest.mark.slow
@@ -206,10 +206,12 @@ def test_a_sigterm_to_the_whole_group_checkpoints_and_a_second_one_ends_at_once(
     command = [sys.executable, "-m", "paceline", "train", str(settings)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     for blows, code in ((1, 0), (2, 130)):
-        reached = store.newest_step(run_dir_of(settings))
+        reached = checkpoints.newest_step(run_dir_of(settings))
         with log.open("w") as file:
             run = subprocess.Popen(command, stdout=file, stderr=file, env=environment, start_new_session=True)
-        assert wait_until(lambda reached=reached: store.newest_step(run_dir_of(settings)) > reached), log.read_text()
+        assert wait_until(lambda reached=reached: checkpoints.newest_step(run_dir_of(settings)) > reached), (
+            log.read_text()
+        )
         family = children_of(run.pid)
         if blows == 2:
             # A worker that stands still: the orderly stop cannot come to its end.
@@ -231,7 +233,7 @@ def test_bf16_and_fp8_transport_train_and_tell_their_error(make_run: MakeRun) ->
         told = re.findall(r"relative RMS error of ([\d.e-]+)", text)
         assert len(told) == (0 if transport == "exact" else 1)
         assert not told or 1e-4 < float(told[0]) < 0.05
-        losses[transport] = load_file(store.checkpoint_path(run_dir_of(settings), 3) / store.WEIGHTS)
+        losses[transport] = load_file(checkpoints.checkpoint_path(run_dir_of(settings), 3) / checkpoints.WEIGHTS)
     name = next(iter(losses["exact"]))
     assert not torch.equal(losses["exact"][name], losses["bf16"][name])
     assert torch.allclose(losses["exact"][name], losses["fp8"][name], atol=5e-2)

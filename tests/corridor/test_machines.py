@@ -20,7 +20,7 @@ import yaml
 from safetensors.torch import load_file
 
 from corridor.processes import children_of
-from paceline.checkpoint import store
+from paceline.checkpoint import checkpoints
 from paceline.cli import main
 
 MakeRun = Callable[..., Path]
@@ -32,7 +32,7 @@ def run_dir_of(settings: Path) -> Path:
 
 
 def weights(settings: Path, step: int) -> dict[str, torch.Tensor]:
-    return load_file(store.checkpoint_path(run_dir_of(settings), step) / store.WEIGHTS)
+    return load_file(checkpoints.checkpoint_path(run_dir_of(settings), step) / checkpoints.WEIGHTS)
 
 
 def values(settings: Path, name: str) -> list[float]:
@@ -61,7 +61,7 @@ def start_both(settings: Path, tmp_path: Path) -> tuple[list[subprocess.Popen], 
 
 def wait_for_checkpoint(machines: list[subprocess.Popen], settings: Path, step: int, logs: list[Path]) -> None:
     deadline = time.monotonic() + 240
-    while store.newest_step(run_dir_of(settings)) < step:
+    while checkpoints.newest_step(run_dir_of(settings)) < step:
         assert all(machine.poll() is None for machine in machines), [log.read_text() for log in logs]
         assert time.monotonic() < deadline, [log.read_text() for log in logs]
         time.sleep(0.02)
@@ -120,13 +120,13 @@ def test_a_machine_that_dies_ends_the_others_in_a_line_and_all_go_on(
     assert re.fullmatch(rf"error: machine {victim} is gone: .*start all 2 machines again", last), last
     assert "Traceback" not in logs[1 - victim].read_text()
     assert gone(families), "orphans"
-    before = store.newest_step(run_dir_of(settings))
+    before = checkpoints.newest_step(run_dir_of(settings))
     again, logs = start_both(settings, tmp_path)
     wait_for_checkpoint(again, settings, before + 4, logs)
     again[1].send_signal(signal.SIGTERM)
     assert [machine.wait(60) for machine in again] == [0, 0], [log.read_text() for log in logs]
     assert f"going on from {before}" in logs[0].read_text()
-    stopped = store.newest_step(run_dir_of(settings))
+    stopped = checkpoints.newest_step(run_dir_of(settings))
     assert f"stopped at step {stopped} of 400, checkpoint written" in logs[0].read_text()
     assert f"machine 1 of 2 is done at step {stopped}" in logs[1].read_text()
 
@@ -137,7 +137,7 @@ def test_going_on_with_fewer_ranks_keeps_the_windows(make_run: MakeRun) -> None:
     )
     assert main(["train", str(settings)]) == 0
     whole, losses = weights(settings, 6), values(settings, "loss")
-    shutil.rmtree(store.checkpoint_path(run_dir_of(settings), 6))
+    shutil.rmtree(checkpoints.checkpoint_path(run_dir_of(settings), 6))
     assert main(["train", str(run_dir_of(settings)), "--flow.drafter-devices", "[cpu]"]) == 0
     assert close(whole, weights(settings, 6))
     assert values(settings, "loss") == pytest.approx(losses, rel=1e-5)
@@ -154,4 +154,4 @@ def test_machines_with_other_settings_are_refused_before_any_model_loads(make_ru
     for log in logs:
         line = log.read_text().strip().splitlines()[-1]
         assert line.startswith("error: machine 1: optimizer is ") and "lr=0.5" in line
-    assert not store.steps(run_dir_of(settings))
+    assert not checkpoints.steps(run_dir_of(settings))

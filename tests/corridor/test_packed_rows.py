@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import torch
 
-from paceline.checkpoint.store import load_drafter
+from paceline.checkpoint.checkpoints import load_drafter
 from paceline.cli import main
-from paceline.compose import compose, host_batches
 from paceline.config import load_settings
-from paceline.target.load import load_target
+from paceline.run.build import build_run, host_batches
+from paceline.target_model.load import load_target
 
 
 def test_a_packed_run_trains_and_a_bin_has_the_features_of_single_rows(make_run, tmp_path) -> None:
     file = make_run(plan={"strategy": "packed"}, target={"rows": "packed"}, train={"max_steps": 2})
     assert main(["train", str(file)]) == 0
     assert load_drafter(tmp_path / "run")[2] == 2
-    run = compose(load_settings(file))
+    run = build_run(load_settings(file))
     host = next(host_batches(run, run.orders[:1]))
     assert len(host.lengths) > 1
     packed = load_target(run.settings.target, run.taps, dtype="float32")

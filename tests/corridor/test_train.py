@@ -18,14 +18,14 @@ import yaml
 from safetensors.torch import load_file
 
 from corridor.processes import children_of
-from paceline.checkpoint import store
+from paceline.checkpoint import checkpoints
 from paceline.cli import main
 
 MakeRun = Callable[..., Path]
 
 
 def weights(run_dir: Path, step: int) -> dict[str, torch.Tensor]:
-    return load_file(store.checkpoint_path(run_dir, step) / store.WEIGHTS)
+    return load_file(checkpoints.checkpoint_path(run_dir, step) / checkpoints.WEIGHTS)
 
 
 def run_dir_of(settings: Path) -> Path:
@@ -50,7 +50,7 @@ def start(settings: Path, log: Path) -> subprocess.Popen:
 
 def wait_for_checkpoint(process: subprocess.Popen, run_dir: Path, step: int, log: Path) -> None:
     deadline = time.monotonic() + 240
-    while store.newest_step(run_dir) < step:
+    while checkpoints.newest_step(run_dir) < step:
         assert process.poll() is None, log.read_text()
         assert time.monotonic() < deadline, log.read_text()
         time.sleep(0.02)
@@ -58,14 +58,14 @@ def wait_for_checkpoint(process: subprocess.Popen, run_dir: Path, step: int, log
 
 def replayed(settings_file: Path, steps: int) -> dict[str, torch.Tensor]:
     """One learner trained in this process on the windows that a run with several drafter ranks planned."""
-    from paceline.compose import compose, host_batches
     from paceline.config import load_settings
-    from paceline.target.load import load_target
-    from paceline.train import recipe
+    from paceline.run.build import build_run, host_batches
+    from paceline.run.learner_factory import learner_factory
+    from paceline.target_model.load import load_target
 
-    run = compose(load_settings(settings_file))
+    run = build_run(load_settings(settings_file))
     target = load_target(run.settings.target, run.taps)
-    learner = dataclasses.replace(recipe(run), first_step=0)()
+    learner = dataclasses.replace(learner_factory(run), first_step=0)()
     batches = host_batches(run, run.orders[:steps])
     for order in run.orders[:steps]:
         for _ in order.batches:
@@ -158,7 +158,7 @@ def test_killed_in_the_middle_a_run_goes_on_to_the_same_weights(make_run: MakeRu
     family = children_of(process.pid)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    assert 10 <= store.newest_step(run_dir_of(broken)) < 30, "killed too late to prove anything"
+    assert 10 <= checkpoints.newest_step(run_dir_of(broken)) < 30, "killed too late to prove anything"
     deadline = time.monotonic() + 20
     while any(Path(f"/proc/{pid}").exists() for pid in family) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -177,7 +177,7 @@ def test_ctrl_c_checkpoints_and_ends_with_0_and_the_run_goes_on(make_run: MakeRu
     assert process.wait(60) == 0, log.read_text()
     text = log.read_text()
     assert "Traceback" not in text
-    stopped_at = store.newest_step(run_dir_of(settings))
+    stopped_at = checkpoints.newest_step(run_dir_of(settings))
     assert re.search(rf"stopped at step {stopped_at} of \d+, checkpoint written", text)
     assert stopped_at < 90
     assert [line["step"] for line in metric_lines(run_dir_of(settings))] == list(range(1, stopped_at + 1))

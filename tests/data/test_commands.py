@@ -11,10 +11,10 @@ import pytest
 
 from paceline.cli import main
 from paceline.cli.prepare import draw_sample
-from paceline.data.chats import render_prompts
 from paceline.data.store import open_store
 from paceline.data.tokenizer import load_tokenizer, mask_token_id
 from paceline.errors import DataError
+from paceline.evaluate.prompts import render_prompts
 
 Write = Callable[..., str]
 

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from paceline.config import DataConfig
-from paceline.data import finish, split, store
+from paceline.data import finalize, holdout, store
 from paceline.data.prepare import prepare
 from paceline.data.report import PrepareReport
 from paceline.drafter.anchors import count_eligible
 
-LOOKED_AT = {module.__file__ for module in (finish, split, store)}
+LOOKED_AT = {module.__file__ for module in (finalize, holdout, store)}
 Place = tuple[str, int]
 ROWS = [
     {
@@ -57,7 +57,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
 def test_finishing_can_be_ended_at_every_line(
     replaces: bool, tmp_path: Path, chatml: str, write_rows: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("paceline.data.sources._SMALLEST_PIECE", 2000)
+    monkeypatch.setattr("paceline.data.readers._SMALLEST_PIECE", 2000)
     rows, other = write_rows(ROWS), write_rows(ROWS[:5], "other.jsonl")
     monkeypatch.chdir(tmp_path)
 
@@ -68,10 +68,10 @@ def test_finishing_can_be_ended_at_every_line(
 
     if replaces:
         run("begun", other)
-    monkeypatch.setattr("paceline.data.prepare.finish", lambda *_, **__: None)
+    monkeypatch.setattr("paceline.data.prepare.finalize", lambda *_, **__: None)
     run("begun")
     monkeypatch.undo()
-    monkeypatch.setattr("paceline.data.sources._SMALLEST_PIECE", 2000)
+    monkeypatch.setattr("paceline.data.readers._SMALLEST_PIECE", 2000)
     monkeypatch.chdir(tmp_path)
     shutil.copytree("begun", "whole")
     seen: list[Place] = []

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from paceline.contracts import Sampling
-from paceline.data.endpoint import Endpoint, regenerate_remote
-from paceline.data.regenerate import OpenConversation, RegenerateSettings, cut_path
 from paceline.errors import DataError
+from paceline.regenerate.client import Endpoint, regenerate_remote
+from paceline.regenerate.loop import OpenConversation, RegenerateSettings, cut_path
+from paceline.types import Sampling
 
 SETTINGS = RegenerateSettings(Sampling(64))
 
@@ -27,14 +27,14 @@ def said(messages: list[dict[str, str]]) -> str:
 
 
 class Server(ThreadingHTTPServer):
-    """Answers chat completions; `fault(number, body)` may name a way to fail for a request."""
+    """Answers chat completions; `error(number, body)` may name a way to fail for a request."""
 
     daemon_threads = True
     block_on_close = False
 
-    def __init__(self, fault: Callable[[int, dict[str, Any]], str | None]) -> None:
+    def __init__(self, error: Callable[[int, dict[str, Any]], str | None]) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
-        self.fault = fault
+        self.error = error
         self.bodies: list[dict[str, Any]] = []
         self.lock = threading.Lock()
         self.release = threading.Event()
@@ -62,24 +62,24 @@ class Handler(BaseHTTPRequestHandler):
         with self.server.lock:
             number = len(self.server.bodies)
             self.server.bodies.append(body)
-        fault = self.server.fault(number, body)
+        error = self.server.error(number, body)
         message = {"role": "assistant", "content": said(body["messages"]), "reasoning_content": "because"}
-        choice = {"message": message, "finish_reason": "length" if fault == "cut" else "stop"}
+        choice = {"message": message, "finish_reason": "length" if error == "cut" else "stop"}
         data = json.dumps({"choices": [choice], "usage": {"completion_tokens": 7}}).encode()
-        if fault in (None, "cut"):
+        if error in (None, "cut"):
             self._send(200, data)
-        elif fault == "truncated":
+        elif error == "truncated":
             self._send(200, data[: len(data) // 2], length=len(data))
             self.close_connection = True
-        elif fault == "half":
+        elif error == "half":
             self._send(200, data[: len(data) // 2])
-        elif fault == "gone":
+        elif error == "gone":
             self.close_connection = True
-        elif fault == "silent":
+        elif error == "silent":
             self.server.release.wait()
             self.close_connection = True
         else:
-            self._send(int(fault), b'{"error": "no"}')
+            self._send(int(error), b'{"error": "no"}')
 
     def _send(self, code: int, data: bytes, length: int | None = None) -> None:
         self.send_response(code)
@@ -94,8 +94,8 @@ class Handler(BaseHTTPRequestHandler):
 def serve() -> Iterator[Callable[..., Server]]:
     running: list[Server] = []
 
-    def start(fault: Callable[[int, dict[str, Any]], str | None] = lambda number, body: None) -> Server:
-        server = Server(fault)
+    def start(error: Callable[[int, dict[str, Any]], str | None] = lambda number, body: None) -> Server:
+        server = Server(error)
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         running.append(server)
         return server
@@ -211,14 +211,14 @@ def test_turns_that_do_not_fit_are_not_asked(tmp_path: Path, serve: Callable[...
     assert rows["question 2.0"]["finish_reason"] == "length" and len(server.bodies) == 4
 
 
-@pytest.mark.parametrize("fault", ["429", "500", "503", "truncated", "half", "gone"])
-def test_what_passes_is_tried_again(fault: str, tmp_path: Path, serve: Callable[..., Server]) -> None:
+@pytest.mark.parametrize("error", ["429", "500", "503", "truncated", "half", "gone"])
+def test_what_passes_is_tried_again(error: str, tmp_path: Path, serve: Callable[..., Server]) -> None:
     seen: Counter[str] = Counter()
 
     def fails_twice(number: int, body: dict[str, Any]) -> str | None:
         key = body["messages"][0]["content"]
         seen[key] += 1
-        return fault if seen[key] <= 2 else None
+        return error if seen[key] <= 2 else None
 
     made = regenerate_remote(
         [asked(number) for number in range(6)], endpoint(serve(fails_twice)), SETTINGS, tmp_path / "out.jsonl"
@@ -238,9 +238,9 @@ def test_a_server_that_dies_keeps_what_was_answered_and_the_run_goes_on(
 ) -> None:
     prompts = [asked(number) for number in range(30)]
     dying = serve(lambda number, body: "gone" if number >= 10 else None)
-    with pytest.raises(DataError, match=r"failed 4 times in a row.*run the same command to go on") as fault:
+    with pytest.raises(DataError, match=r"failed 4 times in a row.*run the same command to go on") as error:
         regenerate_remote(prompts, endpoint(dying), SETTINGS, tmp_path / "out.jsonl")
-    assert len(fault.value.faults) == 1
+    assert len(error.value.errors) == 1
     kept = rows_of(tmp_path / "out.jsonl")
     assert len(kept) == 10
     made = regenerate_remote(prompts[::-1], endpoint(serve()), SETTINGS, tmp_path / "out.jsonl")
@@ -249,11 +249,11 @@ def test_a_server_that_dies_keeps_what_was_answered_and_the_run_goes_on(
 
 
 def test_refused_and_cut_rows_are_counted_and_told(tmp_path: Path, serve: Callable[..., Server]) -> None:
-    def fault(number: int, body: dict[str, Any]) -> str | None:
+    def error(number: int, body: dict[str, Any]) -> str | None:
         return {"question 1.0": "400", "question 2.0": "cut"}.get(body["messages"][0]["content"])
 
     made = regenerate_remote(
-        [asked(number) for number in range(4)], endpoint(serve(fault)), SETTINGS, tmp_path / "out.jsonl"
+        [asked(number) for number in range(4)], endpoint(serve(error)), SETTINGS, tmp_path / "out.jsonl"
     )
     assert made.counts.written == 2 and made.counts.cut == 1 and made.retries == 0
     assert len(made.refused) == 1 and "HTTP 400" in made.refused[0]

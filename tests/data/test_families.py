@@ -10,9 +10,9 @@ import pytest
 import template_families as families
 from template_families import Family
 
-from paceline.data.conversation import Conversation, SetAside, read_row
-from paceline.data.masks import Sample, check_generation_tags, samples_of
-from paceline.data.rendering import Encoder, Renderer
+from paceline.data.chat_template import Encoder, Renderer
+from paceline.data.loss_mask import Sample, check_generation_tags, samples_of
+from paceline.data.rows import Conversation, RowRejected, read_row
 from paceline.data.tokenizer import load_tokenizer
 from paceline.errors import DataError
 
@@ -266,7 +266,7 @@ def test_last_supervises_only_what_fits_the_last_sample(family_folder: Callable[
 def test_what_cannot_be_served_is_set_aside(
     family: Family, messages: list[dict[str, Any]], reason: str, family_folder: Callable[[Family], str]
 ) -> None:
-    with pytest.raises(SetAside) as found:
+    with pytest.raises(RowRejected) as found:
         prepare_case(family, {"messages": messages}, family_folder(family))
     assert found.value.reason == reason
 

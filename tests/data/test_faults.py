@@ -15,12 +15,12 @@ import template_families as families
 from template_families import Family
 
 from paceline.config import DataConfig
-from paceline.data.conversation import Conversation, SetAside, read_row
-from paceline.data.masks import samples_of
+from paceline.data.chat_template import Encoder, Renderer
+from paceline.data.loss_mask import samples_of
 from paceline.data.prepare import prepare
-from paceline.data.rendering import Encoder, Renderer
+from paceline.data.readers import find_files
 from paceline.data.report import PrepareReport
-from paceline.data.sources import find_files
+from paceline.data.rows import Conversation, RowRejected, read_row
 from paceline.data.store import open_store
 from paceline.data.tokenizer import load_tokenizer
 from paceline.drafter.anchors import count_eligible
@@ -56,7 +56,7 @@ def supervised(row: dict[str, Any], folder: str) -> list[str]:
 
 def reason(row: dict[str, Any], folder: str) -> tuple[str, str]:
     """Why a row is set aside, and what was found."""
-    with pytest.raises(SetAside) as found:
+    with pytest.raises(RowRejected) as found:
         supervised(row, folder)
     return found.value.reason, found.value.detail
 
@@ -177,10 +177,10 @@ def test_end_tokens_that_are_none_are_refused_in_one_line(
 ) -> None:
     shutil.copytree(chatml, tmp_path / "target")
     (tmp_path / "target" / "generation_config.json").write_text(config, encoding="utf-8")
-    with pytest.raises(DataError) as fault:
+    with pytest.raises(DataError) as error:
         run(write_rows([chat("Hi", "Hello.")]), tmp_path / "store", str(tmp_path / "target"))
-    assert len(fault.value.faults) == 1 and "\n" not in str(fault.value)
-    assert words in str(fault.value) and "generation_config.json" in str(fault.value)
+    assert len(error.value.errors) == 1 and "\n" not in str(error.value)
+    assert words in str(error.value) and "generation_config.json" in str(error.value)
 
 
 def with_template(folder: str, at: Path, template: str) -> str:
@@ -204,10 +204,10 @@ def test_a_template_without_a_generation_prompt_is_told(
 
 def test_a_broken_template_is_one_line(tmp_path: Path, chatml: str, write_rows: Write) -> None:
     broken = with_template(chatml, tmp_path / "target", families.CHATML.template + "\n{% if %}")
-    with pytest.raises(DataError, match="line 2 of its chat template is broken: Expected") as fault:
+    with pytest.raises(DataError, match="line 2 of its chat template is broken: Expected") as error:
         run(write_rows([chat(f"Hi {n}", "Hello.") for n in range(3)]), tmp_path / "store", broken)
     assert (
-        len(fault.value.faults) == 1 and "\n" not in str(fault.value) and str(tmp_path / "target") in str(fault.value)
+        len(error.value.errors) == 1 and "\n" not in str(error.value) and str(tmp_path / "target") in str(error.value)
     )
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.cli import main
-from paceline.observe.report import write_report
+from paceline.report.report import write_report
 
 
 def chat(question: str, answer: str, **more: Any) -> dict[str, Any]:

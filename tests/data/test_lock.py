@@ -70,9 +70,9 @@ def test_the_second_process_waits_and_finds_the_store(
 ) -> None:
     rows, store = write_rows(CHATS), tmp_path / "store"
     with ExitStack() as ended:
-        first = ended.enter_context(start(rows, store, chatml, "tokenising"))
+        first = ended.enter_context(start(rows, store, chatml, "tokenizing"))
         ended.callback(first.kill)
-        assert read_until(first, "tokenising")[-1] == "tokenising"
+        assert read_until(first, "tokenizing")[-1] == "tokenizing"
         second = ended.enter_context(start(rows, store, chatml, "waiting"))
         ended.callback(second.kill)
         assert read_until(second, "waiting")[-1] == "waiting"

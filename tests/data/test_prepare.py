@@ -106,11 +106,11 @@ def test_nothing_left_is_an_error_that_names_reason_and_place(
 ) -> None:
     if reason == "duplicate":
         return
-    with pytest.raises(DataError) as fault:
+    with pytest.raises(DataError) as error:
         run(write_rows([BAD[reason]]), tmp_path / "store", chatml, max_length=128)
-    assert len(fault.value.faults) == 1 and "\n" not in str(fault.value)
-    assert f"of 1 rows none can be trained on: 1 × {REASONS[reason]}, for example " in str(fault.value)
-    assert "rows.jsonl:1" in str(fault.value)
+    assert len(error.value.errors) == 1 and "\n" not in str(error.value)
+    assert f"of 1 rows none can be trained on: 1 × {REASONS[reason]}, for example " in str(error.value)
+    assert "rows.jsonl:1" in str(error.value)
     assert not (tmp_path / "store").exists()
 
 
@@ -123,13 +123,13 @@ def test_files_and_folders_that_cannot_be_used_are_one_line_each(
     (tmp_path / "data.csv").write_text("a", encoding="utf-8")
     (tmp_path / "broken.parquet").write_bytes(b"PAR1 no")
     good = write_rows(CHATS)
-    with pytest.raises(DataError) as fault:
+    with pytest.raises(DataError) as error:
         run(
             [str(tmp_path / name) for name in ("empty.jsonl", "missing.jsonl", "folder", "data.csv")],
             tmp_path / "s",
             chatml,
         )
-    assert [line.rsplit(": ", 1)[1].split(";")[0] for line in fault.value.faults] == [
+    assert [line.rsplit(": ", 1)[1].split(";")[0] for line in error.value.errors] == [
         "the file is empty",
         "no such file",
         "no .jsonl, .parquet or .arrow file in this folder",
@@ -142,9 +142,9 @@ def test_files_and_folders_that_cannot_be_used_are_one_line_each(
         ([good], str(tmp_path / "folder"), "folder: no tokenizer in this folder"),
         ([good], str(tmp_path / "nowhere"), "nowhere: no such folder"),
     ):
-        with pytest.raises(DataError, match=words.replace(".", r"\.")) as fault:
+        with pytest.raises(DataError, match=words.replace(".", r"\.")) as error:
             run(files, tmp_path / "s", tokenizer)
-        assert len(fault.value.faults) == 1 and "\n" not in str(fault.value)
+        assert len(error.value.errors) == 1 and "\n" not in str(error.value)
 
 
 def test_chats_need_a_chat_template_and_text_does_not(
@@ -218,7 +218,7 @@ def test_a_store_of_another_target_is_refused_with_what_differs(
 
 
 def test_what_is_no_store_is_refused(tmp_path: Path, chatml: str, write_rows: Write) -> None:
-    with pytest.raises(DataError, match="no tokenised store here; run `paceline prepare` first"):
+    with pytest.raises(DataError, match="no tokenized store here; run `paceline prepare` first"):
         open_store(tmp_path / "nothing")
     other = tmp_path / "other"
     other.mkdir()
@@ -262,7 +262,7 @@ def contents(store: Path) -> dict[str, bytes]:
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Files are cut into pieces of half a kilobyte."""
-    monkeypatch.setattr("paceline.data.sources._SMALLEST_PIECE", 500)
+    monkeypatch.setattr("paceline.data.readers._SMALLEST_PIECE", 500)
 
 
 @pytest.mark.usefixtures("small_pieces")
@@ -294,24 +294,24 @@ def test_a_run_that_was_ended_goes_on_where_it_stopped(
     files = write_rows([*CHATS, *BAD.values()])
     one = run(files, tmp_path / "one", chatml, max_length=128)
     done: list[int] = []
-    tokenise = module.tokenise_piece
+    tokenize = module.tokenize_shard
 
     def dies_at_third(piece: Any) -> None:
         if len(done) == 2:
             raise KeyboardInterrupt
-        tokenise(piece)
+        tokenize(piece)
         done.append(piece.number)
 
     def counts(piece: Any) -> None:
-        tokenise(piece)
+        tokenize(piece)
         seen.append(piece.number)
 
-    monkeypatch.setattr(module, "tokenise_piece", dies_at_third)
+    monkeypatch.setattr(module, "tokenize_shard", dies_at_third)
     with pytest.raises(KeyboardInterrupt):
         run(files, tmp_path / "three", chatml, max_length=128)
     assert not (tmp_path / "three").exists()
     seen: list[int] = []
-    monkeypatch.setattr(module, "tokenise_piece", counts)
+    monkeypatch.setattr(module, "tokenize_shard", counts)
     three = run(files, tmp_path / "three", chatml, max_length=128)
     assert seen and not set(seen) & {0, 1}
     assert contents(tmp_path / "one") == contents(tmp_path / "three")

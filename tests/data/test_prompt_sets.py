@@ -10,9 +10,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from paceline.data.chats import PromptRenderer, render_prompts, with_later_turns
-from paceline.data.prompt_sets import read_questions, set_of
 from paceline.errors import DataError
+from paceline.evaluate.benchmarks import read_questions, set_of
+from paceline.evaluate.prompts import PromptRenderer, render_prompts, with_later_turns
 
 ROWS = {
     "gsm8k": {"question": "Ann has 2 pears and buys 3. How many?", "answer": "2 + 3 = <<2+3=5>>5\n#### 5"},
@@ -120,8 +120,8 @@ def test_a_row_of_another_format_is_one_line_with_its_place(name, row, says, wri
     path = write(name, ROWS[name], row)
     with pytest.raises(DataError) as caught:
         list(read_questions(name, path))
-    assert len(caught.value.faults) == 1 and caught.value.faults[0].startswith(f"{path}:2: {says}")
-    assert "; a row has " in caught.value.faults[0]
+    assert len(caught.value.errors) == 1 and caught.value.errors[0].startswith(f"{path}:2: {says}")
+    assert "; a row has " in caught.value.errors[0]
 
 
 def test_names_of_sets(tmp_path, write):
@@ -147,7 +147,7 @@ def test_files_are_drawn_in_turn_and_missing_ones_told_together(write, demo_asse
     assert first[:2] == first[3:5] == ["gsm8k", "mbpp"]
     with pytest.raises(DataError) as caught:
         render_prompts(["gsm8k:nowhere.jsonl", "none.jsonl"], target, None)
-    assert caught.value.faults == (
+    assert caught.value.errors == (
         "prompts: none.jsonl: no such file",
         "prompts: gsm8k:nowhere.jsonl: no such file",
     )

@@ -12,9 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from template_families import Family
 
-from paceline.data.conversation import Conversation
-from paceline.data.masks import mask_of, samples_of, spans_of
-from paceline.data.rendering import Encoder, Renderer
+from paceline.data.chat_template import Encoder, Renderer
+from paceline.data.loss_mask import mask_of, samples_of, spans_of
+from paceline.data.rows import Conversation
 from paceline.data.tokenizer import load_tokenizer
 
 CONTENT = st.one_of(

@@ -11,9 +11,9 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from paceline.contracts import GeneratedAnswer, Sampling
-from paceline.data.regenerate import RegenerateSettings, cut_path, prompt_id, regenerate
 from paceline.errors import DataError
+from paceline.regenerate.loop import RegenerateSettings, cut_path, prompt_id, regenerate
+from paceline.types import GeneratedAnswer, Sampling
 
 GREEDY = Sampling(max_new_tokens=8)
 TEMPLATE = (
@@ -286,7 +286,7 @@ def test_an_output_of_other_settings_is_refused(tmp_path, changed, words):
 
 
 @pytest.mark.parametrize(
-    ("prompt", "fault"),
+    ("prompt", "error"),
     [
         ({"text": "a"}, "prompt 2: no `messages`"),
         ({"messages": []}, "prompt 2: no `messages`"),
@@ -297,8 +297,8 @@ def test_an_output_of_other_settings_is_refused(tmp_path, changed, words):
         ({"messages": [{"role": "system", "content": "a"}]}, "prompt 2: no user message"),
     ],
 )
-def test_rows_that_are_no_prompts_are_named(tmp_path, prompt, fault):
-    with pytest.raises(DataError, match=fault):
+def test_rows_that_are_no_prompts_are_named(tmp_path, prompt, error):
+    with pytest.raises(DataError, match=error):
         regenerate([row("a"), prompt], Echo(), TOKENIZER, RegenerateSettings(GREEDY), tmp_path / "out.jsonl")
 
 

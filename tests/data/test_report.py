@@ -7,9 +7,9 @@ import itertools
 import numpy as np
 import pytest
 
-from paceline.data.on_policy import on_policy, streaks_of
 from paceline.data.report import PrepareReport, Tally, anchor_coverage, length_histogram, length_percentiles
 from paceline.data.use import passes_sentence
+from paceline.evaluate.on_policy import on_policy, streaks_of
 
 
 @pytest.mark.parametrize(("num_anchors", "block_size"), [(1, 2), (2, 3), (3, 4), (9, 4)])

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from paceline.data import similar
-from paceline.data.similar import NEAR, HeldOut, near_duplicates, repeats, signature
+from paceline.data import dedup
+from paceline.data.dedup import NEAR, HeldOut, near_duplicates, repeats, signature
 
 
 def grams(ids: np.ndarray) -> set[tuple[int, ...]]:
@@ -38,8 +38,8 @@ def test_short_samples_have_signatures_too() -> None:
 
 @pytest.mark.parametrize("stretch", [7, 1 << 14])
 def test_near_duplicates_are_those_of_all_pairs(stretch: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(similar, "_STRETCH", stretch)
-    monkeypatch.setattr(similar, "_SCATTERED", stretch // 3)
+    monkeypatch.setattr(dedup, "_STRETCH", stretch)
+    monkeypatch.setattr(dedup, "_SCATTERED", stretch // 3)
     rng = np.random.default_rng(1)
     samples = [rng.integers(0, 5000, size=300).astype(np.int32) for _ in range(30)]
     for row in range(0, 30, 3):
@@ -63,7 +63,7 @@ def test_near_duplicates_are_those_of_all_pairs(stretch: int, tmp_path: Path, mo
 def test_repeats_are_those_of_a_dictionary(
     share: int, distinct: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(similar, "_SHARE", share)
+    monkeypatch.setattr(dedup, "_SHARE", share)
     keys = np.random.default_rng(0).integers(0, distinct, size=300).astype(np.uint64)
     first: dict[int, int] = {}
     expected = {row: first[key] for row, key in enumerate(keys.tolist()) if first.setdefault(key, row) != row}

@@ -13,9 +13,9 @@ import pytest
 from paceline.cli.evaluate import Arguments, _source
 from paceline.cli.prepare import prepare_heldout
 from paceline.config import DataConfig, load_settings
+from paceline.data.holdout import HELDOUT, heldout_files, is_held_out
 from paceline.data.prepare import prepare
 from paceline.data.report import PrepareReport
-from paceline.data.split import HELDOUT, heldout_files, is_held_out
 from paceline.data.store import open_store
 from paceline.drafter.anchors import count_eligible
 from paceline.errors import ConfigError, DataError

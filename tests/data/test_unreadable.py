@@ -14,17 +14,17 @@ from template_families import Family
 
 from paceline.cli import main
 from paceline.config import DataConfig
-from paceline.contracts import Sampling
 from paceline.data import prepare as preparing
-from paceline.data.conversation import Conversation, read_row
-from paceline.data.endpoint import Client, Endpoint, regenerate_remote
-from paceline.data.masks import samples_of
+from paceline.data.chat_template import Encoder, Renderer
+from paceline.data.loss_mask import samples_of
 from paceline.data.prepare import prepare
-from paceline.data.regenerate import RegenerateSettings
-from paceline.data.rendering import Encoder, Renderer
+from paceline.data.rows import Conversation, read_row
 from paceline.data.tokenizer import load_tokenizer
 from paceline.drafter.anchors import count_eligible
 from paceline.errors import DataError
+from paceline.regenerate.client import Client, Endpoint, regenerate_remote
+from paceline.regenerate.loop import RegenerateSettings
+from paceline.types import Sampling
 
 ROW = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello there."}]}
 
@@ -98,7 +98,7 @@ def test_a_full_disk_is_told_in_one_line(chatml: str, tmp_path: Path, monkeypatc
 
     (tmp_path / "rows.jsonl").write_text(json.dumps(ROW) + "\n", encoding="utf-8")
     with monkeypatch.context() as patched:
-        patched.setattr(preparing, "_tokenise_all", full)
+        patched.setattr(preparing, "_tokenize_all", full)
         with pytest.raises(DataError, match=r"cannot be made: No space left on device.*run the same command"):
             run(tmp_path / "rows.jsonl", chatml, tmp_path / "store")
     run(tmp_path / "rows.jsonl", chatml, tmp_path / "store")
@@ -152,7 +152,7 @@ def test_an_answer_of_another_shape_is_asked_again(
     assert row["messages"][-1] == {"role": "assistant", "content": "Yes."}
 
 
-def test_a_count_that_is_null_is_no_fault(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_count_that_is_null_is_no_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     out = answered(monkeypatch, tmp_path, {**reply(), "usage": {"completion_tokens": None}})
     assert json.loads(out.read_text())["answer_tokens"] == [0]
 
@@ -196,7 +196,7 @@ def test_a_file_that_changes_while_it_is_read_makes_no_store(chatml: str, tmp_pa
     file.write_text(json.dumps(ROW) + "\n", encoding="utf-8")
 
     def rewrite(stage: str, done: int, _: int) -> None:
-        if stage == "tokenising" and done == 0:
+        if stage == "tokenizing" and done == 0:
             file.write_text(json.dumps(ROW).replace("Hello", "Other") + "\n\n", encoding="utf-8")
 
     with pytest.raises(DataError, match=r"rows\.jsonl: changed while it was read"):

@@ -8,10 +8,10 @@ import numpy as np
 import torch
 
 from paceline.config import DrafterConfig, ObjectiveConfig, OptimizerConfig
-from paceline.contracts import FeatureBatch, HostBatch, PlannedBatch, StepReport
 from paceline.drafter.anchors import sample_anchors
 from paceline.drafter.learner import Learner
 from paceline.drafter.spec import DrafterSpec
+from paceline.types import FeatureBatch, HostBatch, PlannedBatch, StepReport
 
 
 def small_spec(**changes) -> DrafterSpec:

@@ -1,9 +1,9 @@
-"""Puts each classic fault into a copy of the package and runs the tests that must fail.
+"""Puts each classic error into a copy of the package and runs the tests that must fail.
 
-Usage: `python tests/drafter/mutations.py [WORD ...]`; words choose faults by name.
+Usage: `python tests/drafter/mutations.py [WORD ...]`; words choose errors by name.
 
-A fault is a list of (file, text, replacement); `test_mutations.py` keeps the texts true to the source. Give names as
-arguments to run some faults only.
+An error is a list of (file, text, replacement); `test_mutations.py` keeps the texts true to the source. Give names as
+arguments to run some errors only.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PROJECT = Path(__file__).parent.parent.parent
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault.
+    """One error.
 
     Attributes:
         name: what is wrong.
@@ -73,12 +73,12 @@ FAULTS = (
     ),
     Fault(
         "labels shifted by one",
-        (("blocks.py", "host.anchors[:, None] + 1 + np", "host.anchors[:, None] + np"),),
+        (("block_inputs.py", "host.anchors[:, None] + 1 + np", "host.anchors[:, None] + np"),),
         "test_anchors.py -k labels",
     ),
     Fault(
         "label of the slot before",
-        (("blocks.py", "draft + spec.first_draft_slot", "draft"),),
+        (("block_inputs.py", "draft + spec.first_draft_slot", "draft"),),
         "test_anchors.py test_objectives.py -k labels_are or definition",
     ),
     Fault(
@@ -123,17 +123,17 @@ FAULTS = (
         "labels cross a document and run over gaps",
         (
             (
-                "blocks.py",
+                "block_inputs.py",
                 "inside = positions < host.lengths[documents][:, None]",
                 "inside = positions < host.ids.shape[1]",
             ),
-            ("blocks.py", "inside & host.loss_mask[documents[:, None], safe]", "inside"),
+            ("block_inputs.py", "inside & host.loss_mask[documents[:, None], safe]", "inside"),
         ),
         "test_anchors.py -k labels",
     ),
     Fault(
         "a block goes on after a gap in the mask",
-        (("blocks.py", "np.logical_and.accumulate(supervised, axis=1)", "supervised"),),
+        (("block_inputs.py", "np.logical_and.accumulate(supervised, axis=1)", "supervised"),),
         "test_anchors.py -k labels_are",
     ),
     Fault(
@@ -152,12 +152,12 @@ FAULTS = (
         "gradient to the frozen head",
         (
             (
-                "head/own.py",
+                "loss/tiled_ce.py",
                 "ctx.mark_non_differentiable(correct)",
                 "ctx.mark_non_differentiable(correct); ctx.head = head",
             ),
             (
-                "head/own.py",
+                "loss/tiled_ce.py",
                 "(slope * gradients[0][:, None]).to(slope.dtype), None, None, None",
                 "(slope * gradients[0][:, None]).to(slope.dtype), ctx.head * 0.1, None, None",
             ),
@@ -171,7 +171,7 @@ FAULTS = (
     ),
     Fault(
         "rotary tables in bfloat16",
-        (("layers.py", "    kind = wide(dtype)\n    steps", "    kind = dtype\n    steps"),),
+        (("layers.py", "    kind = accumulation_dtype(dtype)\n    steps", "    kind = dtype\n    steps"),),
         "test_network.py -k rotary",
     ),
     Fault(
@@ -181,7 +181,7 @@ FAULTS = (
     ),
     Fault(
         "rotary position of joined rows off by one while decoding",
-        (("decoding.py", "cos[start : start + count]", "cos[start + 1 : start + count + 1]"),),
+        (("fast_draft.py", "cos[start : start + count]", "cos[start + 1 : start + count + 1]"),),
         "test_decoding.py -k slow_path",
     ),
     Fault(
@@ -197,17 +197,17 @@ FAULTS = (
     ),
     Fault(
         "the block stays in the cache",
-        (("decoding.py", "cache.settle(new)", "cache.settle(new + 1)"),),
+        (("fast_draft.py", "cache.settle(new)", "cache.settle(new + 1)"),),
         "test_decoding.py -k leaves_nothing",
     ),
     Fault(
         "waiting features are not taken back",
-        (("cache.py", "kept.append(part[:room])", "kept.append(part)"),),
+        (("context_cache.py", "kept.append(part[:room])", "kept.append(part)"),),
         "test_decoding.py -k leaves_nothing",
     ),
     Fault(
         "the window of a draft layer reaches too far while decoding",
-        (("decoding.py", "slots - columns < window", "slots - columns <= window"),),
+        (("fast_draft.py", "slots - columns < window", "slots - columns <= window"),),
         "test_decoding.py -k slow_path",
     ),
     Fault(
@@ -239,17 +239,17 @@ FAULTS = (
     ),
     Fault(
         "teacher of the label's own position",
-        (("blocks.py", "host.anchors[anchor] + draft,", "host.anchors[anchor] + draft + 1,"),),
+        (("block_inputs.py", "host.anchors[anchor] + draft,", "host.anchors[anchor] + draft + 1,"),),
         "test_terms.py -k token_before",
     ),
     Fault(
         "streak from marginals",
-        (("tally.py", "accepted = torch.cumprod(hits.long(), dim=1)", "accepted = hits.long()"),),
+        (("metrics.py", "accepted = torch.cumprod(hits.long(), dim=1)", "accepted = hits.long()"),),
         "test_objectives.py -k acceptance_metrics",
     ),
     Fault(
         "D-PACE without the later drafts",
-        (("objectives/dpace.py", "reach.flip(1).cumsum(1).flip(1) * live", "reach * live"),),
+        (("loss/dpace.py", "reach.flip(1).cumsum(1).flip(1) * live", "reach * live"),),
         "test_objectives.py -k dpace",
     ),
     Fault(
@@ -269,53 +269,53 @@ FAULTS = (
     ),
     Fault(
         "tap off by one",
-        (("frozen.py", "layers[at].register_forward_hook(tap", "layers[at - 1].register_forward_hook(tap"),),
+        (("model.py", "layers[at].register_forward_hook(tap", "layers[at - 1].register_forward_hook(tap"),),
         "test_features.py -k equal_hidden_states or final_norm",
-        room="target",
+        room="target_model",
     ),
     Fault(
         "taps in the order of layers, not of the list",
-        (("frozen.py", "for place, at in enumerate(self.taps)]", "for place, at in enumerate(sorted(self.taps))]"),),
+        (("model.py", "for place, at in enumerate(self.taps)]", "for place, at in enumerate(sorted(self.taps))]"),),
         "test_features.py -k equal_hidden_states",
-        room="target",
+        room="target_model",
     ),
     Fault(
         "expected tree depth of blocks that end early",
-        (("diagnosis.py", "Ratio(realised, expected)", "Ratio(streaks, surrogates)"),),
+        (("tree_metrics.py", "Ratio(realised, expected)", "Ratio(streaks, surrogates)"),),
         "test_terms.py -k diagnosis_agrees",
     ),
 )
 
 
-def caught(fault: Fault) -> bool:
-    """Whether the tests fail on a copy of the package with the fault."""
+def caught(error: Fault) -> bool:
+    """Whether the tests fail on a copy of the package with the error."""
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "src"
         shutil.copytree(PROJECT / "src", source, ignore=shutil.ignore_patterns("__pycache__", "assets"))
-        for name, text, replacement in fault.edits:
-            file = fault.source(name, source)
+        for name, text, replacement in error.edits:
+            file = error.source(name, source)
             whole = file.read_text(encoding="utf-8")
             if whole.count(text) != 1:
-                raise SystemExit(f"{fault.name}: {name} holds the text {whole.count(text)} times: {text}")
+                raise SystemExit(f"{error.name}: {name} holds the text {whole.count(text)} times: {text}")
             file.write_text(whole.replace(text, replacement), encoding="utf-8")
-        choice = fault.tests.partition(" -k ")[2]
+        choice = error.tests.partition(" -k ")[2]
         command = [sys.executable, "-m", "pytest", "-q", "-x", "--no-header", "-p", "no:cacheprovider"]
-        command += [*map(str, fault.files()), "-k", choice]
+        command += [*map(str, error.files()), "-k", choice]
         environment = {**os.environ, "PYTHONPATH": str(source), "PYTHONDONTWRITEBYTECODE": "1"}
         done = subprocess.run(command, cwd=PROJECT, env=environment, capture_output=True, text=True, check=False)
         if done.returncode not in (0, 1):
-            raise SystemExit(f"{fault.name}: pytest could not run:\n{done.stdout[-2000:]}")
+            raise SystemExit(f"{error.name}: pytest could not run:\n{done.stdout[-2000:]}")
         return done.returncode == 1
 
 
 def main(names: list[str]) -> int:
-    """Runs all faults, or those whose name holds one of the words; 1 where one goes unnoticed."""
+    """Runs all errors, or those whose name holds one of the words; 1 where one goes unnoticed."""
     unnoticed = 0
-    for fault in FAULTS:
-        if not names or any(word in fault.name for word in names):
-            found = caught(fault)
+    for error in FAULTS:
+        if not names or any(word in error.name for word in names):
+            found = caught(error)
             unnoticed += not found
-            print(f"{'caught   ' if found else 'UNNOTICED'}  {fault.name}", flush=True)
+            print(f"{'caught   ' if found else 'UNNOTICED'}  {error.name}", flush=True)
     return min(1, unnoticed)
 
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.drafter.anchors import count_eligible, eligible_positions, sample_anchors
-from paceline.drafter.blocks import build_blocks
+from paceline.drafter.block_inputs import build_blocks
 
 MASKS = st.lists(st.booleans(), min_size=0, max_size=60).map(lambda bits: np.array(bits, bool))
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.drafter.attention import BACKENDS, flex, rows_attention, split
+from paceline.drafter.attention import BACKENDS, decode_attention, flex, split
 from paceline.drafter.attention.dense import visible
 from paceline.drafter.attention.layout import Layout
 from paceline.errors import DrafterError
@@ -116,7 +116,7 @@ def test_rows_equal_dense(anchors, window, causal):
         for row, anchor in enumerate(anchors):
             for tensor in tensors[1:3]:
                 tensor[:, row * 12 + anchor : row * 12 + 12] = 1e6
-        torch.testing.assert_close(rows_attention(*tensors, layout, window, causal), reference)
+        torch.testing.assert_close(decode_attention(*tensors, layout, window, causal), reference)
 
 
 def test_bad_layouts_are_refused():

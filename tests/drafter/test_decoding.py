@@ -6,8 +6,8 @@ import pytest
 import torch
 from drafter_cases import KINDS, small_spec
 
-from paceline.drafter import decoding
-from paceline.drafter.cache import ContextCache
+from paceline.drafter import fast_draft
+from paceline.drafter.context_cache import ContextCache
 from paceline.drafter.network import Drafter
 
 
@@ -37,7 +37,7 @@ def lively(**kind) -> Drafter:
 )
 def test_drafts_equal_the_slow_path(kind, dtype, tolerance, monkeypatch):
     """A context that comes in pieces, long ones among them; storage and rotary table grow on the way."""
-    monkeypatch.setattr(decoding, "POSITIONS", 8)
+    monkeypatch.setattr(fast_draft, "POSITIONS", 8)
     network = lively(**kind)
     spec = network.spec
     features = values(400, len(spec.taps) * spec.hidden_size, dtype=dtype)

@@ -13,9 +13,9 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.config import DrafterConfig
-from paceline.drafter.head import HEADS, choose_head
-from paceline.drafter.head import own as head_module
-from paceline.drafter.head.own import head_cross_entropy
+from paceline.drafter.loss import HEADS, choose_head
+from paceline.drafter.loss import tiled_ce as head_module
+from paceline.drafter.loss.tiled_ce import head_cross_entropy
 from paceline.errors import DrafterError
 
 

@@ -12,9 +12,9 @@ from drafter_cases import close_window, frozen, gradient_of, make_batch, make_le
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.contracts import FeatureBatch
 from paceline.drafter.learner import Learner
 from paceline.errors import DrafterError
+from paceline.types import FeatureBatch
 
 LENGTHS = [10, 20, 7, 60, 3, 33]
 

@@ -10,10 +10,10 @@ import torch
 from drafter_cases import close_window, make_batch, make_learner, small_spec
 from torch.nn import functional as F
 
-from paceline.drafter.blocks import build_blocks
-from paceline.drafter.objectives.decay import decay_weights, default_gamma
-from paceline.drafter.objectives.dpace import dpace_weights
-from paceline.drafter.tally import WindowTally, ratios_of
+from paceline.drafter.block_inputs import build_blocks
+from paceline.drafter.loss.decay import decay_weights, default_gamma
+from paceline.drafter.loss.dpace import dpace_weights
+from paceline.drafter.metrics import WindowMetrics, ratios_of
 
 
 def test_decay_weights_are_those_of_the_paper():
@@ -99,7 +99,7 @@ def test_window_loss_is_that_of_the_definition(weighting, name, sample_from_anch
 
 def test_streaks_are_means_over_blocks_not_products_of_marginals():
     """Blocks 1111 and 0000: τ is 3.0, while the product of marginals would say 1.94."""
-    tally = WindowTally(4, torch.device("cpu"))
+    tally = WindowMetrics(4, torch.device("cpu"))
     correct = torch.tensor([[True] * 4, [False] * 4])
     tally.add_acceptance(correct, torch.ones(2, 4, dtype=torch.bool))
     ratios = ratios_of(tally.fetch(torch.zeros(0))[0], 4, 1)
@@ -112,7 +112,7 @@ def test_acceptance_metrics_against_brute_force():
     random = np.random.default_rng(1)
     correct, lengths = random.random((60, 5)) < 0.7, random.integers(0, 6, 60)
     live = np.arange(5) < lengths[:, None]
-    tally = WindowTally(5, torch.device("cpu"))
+    tally = WindowMetrics(5, torch.device("cpu"))
     for part in (slice(0, 13), slice(13, 60)):
         tally.add_acceptance(torch.from_numpy(correct[part]), torch.from_numpy(live[part]))
     ratios = ratios_of(tally.fetch(torch.zeros(0))[0], 5, 1)

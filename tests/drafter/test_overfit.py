@@ -8,12 +8,12 @@ import numpy as np
 from drafter_cases import close_window
 
 from paceline.config import DrafterConfig, ObjectiveConfig, OptimizerConfig, TargetConfig
-from paceline.contracts import FeatureBatch, HostBatch, PlannedBatch
+from paceline.decode.chain import greedy_decode, speculative_decode
 from paceline.drafter.anchors import sample_anchors
 from paceline.drafter.learner import Learner
 from paceline.drafter.spec import derive_spec
-from paceline.evaluate.decode import greedy_decode, speculative_decode
-from paceline.target.load import load_target
+from paceline.target_model.load import load_target
+from paceline.types import FeatureBatch, HostBatch, PlannedBatch
 from tiny_targets import save_tiny
 
 TAPS, BLOCK, STEPS, ANSWER = [0, 2], 5, 160, 30

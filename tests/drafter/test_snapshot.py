@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from drafter_cases import close_window, make_batch, make_learner, small_spec
 
-from paceline.drafter.snapshot import snapshot
+from paceline.drafter.host_copy import copy_to_host
 
 
 def test_a_snapshot_shares_nothing_and_keeps_containers_and_values() -> None:
     state = {"a": torch.arange(3.0), "b": [torch.ones(2), 5, None], "c": (torch.zeros(1, dtype=torch.int64), "x")}
-    copy = snapshot(state)
+    copy = copy_to_host(state)
     state["a"].add_(1)
     state["b"][0].zero_()
     assert copy["a"].tolist() == [0, 1, 2] and copy["b"][0].tolist() == [1, 1] and copy["b"][1:] == [5, None]
@@ -25,7 +25,7 @@ def test_memory_is_used_again_where_it_fits_and_only_there() -> None:
         "new": torch.ones(1),
     }
     before = {"same": torch.zeros(3), "longer": torch.zeros(3), "other": torch.zeros(2), "gone": torch.zeros(9)}
-    copy = snapshot(state, before)
+    copy = copy_to_host(state, before)
     assert copy["same"] is before["same"] and copy["longer"] is not before["longer"]
     assert copy.keys() == state.keys()
     assert all(torch.equal(copy[name], tensor) and copy[name].dtype == tensor.dtype for name, tensor in state.items())

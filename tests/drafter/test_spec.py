@@ -11,9 +11,9 @@ from drafter_cases import small_spec
 from pydantic import ValidationError
 
 from paceline.config import DrafterConfig
-from paceline.contracts import TargetFacts
 from paceline.drafter.spec import DrafterSpec, derive_spec
 from paceline.errors import DrafterError
+from paceline.types import TargetFacts
 
 FACTS = TargetFacts(
     path="target", architecture="LM", model_type="lm", num_layers=12, hidden_size=64, vocab_size=1000,
@@ -81,9 +81,9 @@ def test_drafts_and_their_slots():
     ],
 )
 def test_refused_in_one_line(config, mask, text):
-    with pytest.raises(DrafterError, match=text) as fault:
+    with pytest.raises(DrafterError, match=text) as error:
         derive_spec(DrafterConfig(**config), FACTS, TAPS, mask)
-    assert len(fault.value.faults) == 1 and "\n" not in str(fault.value)
+    assert len(error.value.errors) == 1 and "\n" not in str(error.value)
 
 
 def test_the_own_mask_goes_before_the_tokenizers():
@@ -100,9 +100,9 @@ def test_taps_that_cannot_be(taps, text):
 
 def test_what_the_target_does_not_say_must_be_given():
     facts = replace(FACTS, intermediate_size=None, rope_theta=None)
-    with pytest.raises(DrafterError) as fault:
+    with pytest.raises(DrafterError) as error:
         derive_spec(DrafterConfig(), facts, TAPS, 999)
-    assert len(fault.value.faults) == 2 and "give drafter.intermediate_size" in fault.value.faults[0]
+    assert len(error.value.errors) == 2 and "give drafter.intermediate_size" in error.value.errors[0]
 
 
 @pytest.mark.parametrize(

@@ -13,13 +13,13 @@ from torch.nn import functional as F
 
 from paceline.config import ObjectiveConfig
 from paceline.config.drafter import NoiseConfig
-from paceline.contracts import FeatureBatch
-from paceline.drafter.blocks import build_blocks
+from paceline.drafter.block_inputs import build_blocks
 from paceline.drafter.learner import Learner, _share_schedules
-from paceline.drafter.mixture import head_mixture
+from paceline.drafter.loss.distillation import distillation_loss
 from paceline.drafter.noise import add_noise, noise_ratio
 from paceline.drafter.tree import tree_streaks
 from paceline.errors import DrafterError
+from paceline.types import FeatureBatch
 
 
 def plain(name: str, logits: torch.Tensor, teacher: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -45,7 +45,7 @@ def test_mixtures_equal_plain_logits(shares, chunk):
     reference = sum(s * plain(n, logits, last @ own.T, tokens) for n, s in shares.items())
     weights = torch.linspace(0.1, 3, 11, dtype=torch.float64)
     (expected,) = torch.autograd.grad((reference * weights).sum(), hidden)
-    found = head_mixture(hidden, head, labels, shares, lambda rows: rows @ own.T, last, chunk)
+    found = distillation_loss(hidden, head, labels, shares, lambda rows: rows @ own.T, last, chunk)
     (gradient,) = torch.autograd.grad((found.loss * weights).sum(), hidden)
     torch.testing.assert_close(found.loss, reference)
     torch.testing.assert_close(gradient, expected)

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.drafter.diagnosis import TEMPERATURES, calibrated_temperature, spread
 from paceline.drafter.tree import tree_streaks
+from paceline.drafter.tree_metrics import TEMPERATURES, calibrated_temperature, evenly_spaced
 
 EXAMPLE = [[0.6, 0.3, 0.1], [0.5, 0.4, 0.1], [0.9, 0.05, 0.05]]
 
@@ -109,6 +109,6 @@ def test_calibration_finds_the_temperature_of_sampled_labels():
 
 
 def test_blocks_are_chosen_evenly():
-    assert spread(10, 1.0).tolist() == list(range(10))
-    assert spread(100, 0.05).tolist() == [0, 20, 40, 60, 80]
-    assert spread(3, 0.01).tolist() == [0] and spread(0, 0.5).tolist() == []
+    assert evenly_spaced(10, 1.0).tolist() == list(range(10))
+    assert evenly_spaced(100, 0.05).tolist() == [0, 20, 40, 60, 80]
+    assert evenly_spaced(3, 0.01).tolist() == [0] and evenly_spaced(0, 0.5).tolist() == []

@@ -10,7 +10,7 @@ import torch
 from paceline.config import DrafterConfig, TargetConfig
 from paceline.drafter.network import Drafter
 from paceline.drafter.spec import derive_spec
-from paceline.target.load import load_target
+from paceline.target_model.load import load_target
 from tiny_targets import save_tiny
 
 TAPS = [0, 2]

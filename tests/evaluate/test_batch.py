@@ -6,12 +6,11 @@ import pytest
 import torch
 
 from informed_choice import Informed
+from paceline.decode import batch_session, batched, kv_cache
+from paceline.decode.batched import batch_decode
+from paceline.decode.chain import greedy_decode, speculative_decode
+from paceline.decode.sampling import Sampled
 from paceline.errors import DataError, TargetError
-from paceline.evaluate import batch
-from paceline.evaluate.batch import batch_decode
-from paceline.evaluate.choice import Sampled
-from paceline.evaluate.decode import greedy_decode, speculative_decode
-from paceline.target import kvcache, sessions
 
 FAMILIES = {"qwen3": {}, "mistral": {"sliding_window": 8}, "gemma2": {"sliding_window": 8}}
 
@@ -19,9 +18,9 @@ FAMILIES = {"qwen3": {}, "mistral": {"sliding_window": 8}, "gemma2": {"sliding_w
 @pytest.fixture
 def cramped(monkeypatch):
     """Little room everywhere, so that caches grow and holes are closed often."""
-    monkeypatch.setattr(kvcache, "SMALLEST", 4)
-    monkeypatch.setattr(batch, "ROOM", 4)
-    monkeypatch.setattr(sessions, "SPARE", 2)
+    monkeypatch.setattr(kv_cache, "SMALLEST", 4)
+    monkeypatch.setattr(batched, "ROOM", 4)
+    monkeypatch.setattr(batch_session, "SPARE", 2)
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)

@@ -1,4 +1,4 @@
-"""`paceline evaluate` on the embedded target: table, JSON, and one line for each fault."""
+"""`paceline evaluate` on the embedded target: table, JSON, and one line for each error."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from paceline.data.tokenizer import load_tokenizer, mask_token_id
 from paceline.drafter.network import Drafter
 from paceline.drafter.spec import derive_spec
 from paceline.export.zlab import write_zlab
-from paceline.target.facts import describe
-from paceline.target.taps import default_taps
+from paceline.target_model.facts import describe
+from paceline.target_model.taps import default_taps
 
 LIMITS = ["--evaluate.num_prompts", "2", "--evaluate.max_new_tokens", "6"]
 
@@ -42,7 +42,7 @@ def test_json_and_table(target, folder, demo_assets, capsys):
     assert main([*words, "--json"]) == 0
     (report,) = json.loads(capsys.readouterr().out).values()
     assert report["num_prompts"] == len(report["rows"]) == 2
-    assert report["lossless"]["prompts"] == 2 and report["lossless"]["faults"] == 0
+    assert report["lossless"]["prompts"] == 2 and report["lossless"]["errors"] == 0
     assert main(words) == 0
     shown = capsys.readouterr().out
     assert "τ, over target passes" in shown and "2 of 2" in shown
@@ -64,19 +64,19 @@ def test_trees_and_sampling_from_the_command_line(target, folder, demo_assets, c
     assert "sampled at temperature 0.8" in shown and "equal to the target's own" not in shown
 
 
-def test_a_lossy_tree_ends_with_a_fault(target, folder, demo_assets, capsys, monkeypatch):
-    from paceline.evaluate import run
+def test_a_lossy_tree_ends_with_a_error(target, folder, demo_assets, capsys, monkeypatch):
+    from paceline.evaluate import evaluate as module
 
-    original = run.tree_decode
+    original = module.tree_decode
 
     def lossy(*args, **more):
         found = original(*args, **more)
         return dataclasses.replace(found, ids=found.ids[:-1])
 
-    monkeypatch.setattr(run, "tree_decode", lossy)
+    monkeypatch.setattr(module, "tree_decode", lossy)
     words = ["evaluate", folder, "--target", target, "--prompts", str(demo_assets / "heldout.jsonl"), *LIMITS]
     assert main([*words, "--evaluate.tree_budget", "4"]) == 1
-    assert "faults: differences beyond rounding" in capsys.readouterr().out
+    assert "errors: differences beyond rounding" in capsys.readouterr().out
 
 
 def test_several_drafters_stand_side_by_side(target, folder, demo_assets, tmp_path, capsys):
@@ -113,7 +113,7 @@ def test_prompt_sets_give_their_tags_and_later_turns(target, folder, tmp_path, c
     passes = {tag: group["passes"] for tag, group in report["by_tag"].items()}
     assert passes["mt-bench"] == passes["mt-bench:turn-1"] + passes["mt-bench:turn-2"]
     assert passes["gsm8k"] + passes["mt-bench"] == report["passes"]
-    assert report["lossless"]["faults"] == 0
+    assert report["lossless"]["errors"] == 0
 
 
 def test_a_prompt_longer_than_the_context_is_set_aside_in_one_line(target, folder, tmp_path, capsys):
@@ -172,13 +172,13 @@ def test_another_target_than_the_folder_notes_is_refused(target, folder, demo_as
         (["{folder}", "--target", "{target}", "--prompts", "gsm8k:{target}/config.json"], "no row of GSM8K"),
     ],
 )
-def test_faults_are_one_line(target, folder, capsys, words, says):
+def test_errors_are_one_line(target, folder, capsys, words, says):
     code = main(["evaluate", *(word.format(folder=folder, target=target) for word in words)])
     shown = capsys.readouterr().err
     assert code in (1, 2) and says in shown and shown.count("error:") == 1
 
 
-def test_a_fault_of_the_last_drafter_comes_before_the_first_is_decoded(
+def test_a_error_of_the_last_drafter_comes_before_the_first_is_decoded(
     target, folder, demo_assets, tmp_path, capsys, monkeypatch
 ):
     other = shutil.copytree(folder, tmp_path / "other")

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from informed_choice import Informed
+from paceline.decode.chain import greedy_decode, speculative_decode
+from paceline.decode.compatibility import check_pair
 from paceline.errors import DataError, DrafterError
-from paceline.evaluate.decode import greedy_decode, speculative_decode
-from paceline.evaluate.fit import check_pair
 
 FAMILIES = {
     "qwen3": {},
@@ -148,9 +148,9 @@ def test_bad_prompts_are_refused(make_pair):
 def test_a_drafter_of_another_target_is_refused(make_pair):
     target, _ = make_pair("qwen3")
     _, other = make_pair("qwen3", hidden_size=48, num_hidden_layers=3, vocab_size=90)
-    with pytest.raises(DrafterError) as fault:
+    with pytest.raises(DrafterError) as error:
         check_pair(target, other.spec)
-    assert [line.split(" its ")[1].split(" ")[0] for line in fault.value.faults] == ["hidden", "vocabulary", "target"]
+    assert [line.split(" its ")[1].split(" ")[0] for line in error.value.errors] == ["hidden", "vocabulary", "target"]
 
 
 def test_features_matter_to_the_drafts(make_pair, prompts):

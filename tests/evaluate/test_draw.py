@@ -1,4 +1,4 @@
-"""Evaluations as a picture: what is in the reports is in the drawing, for several drafters, readable without colour."""
+"""Evaluations as a picture: what is in the reports is in the drawing, for several drafters, readable without color."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 
 from paceline.config import EvaluateConfig
 from paceline.errors import ConfigError, DataError
-from paceline.evaluate.draw import MAX_TAGS, draw_evaluations
-from paceline.evaluate.run import evaluate
+from paceline.evaluate.evaluate import evaluate
+from paceline.evaluate.plots import MAX_TAGS, draw_evaluations
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def test_two_drawings_of_one_evaluation_are_the_same_file(reports, tmp_path):
     assert (tmp_path / "one.svg").read_bytes() == (tmp_path / "two.svg").read_bytes()
 
 
-def test_pictures_in_pixels_and_faults(reports, tmp_path):
+def test_pictures_in_pixels_and_errors(reports, tmp_path):
     draw_evaluations({"small": reports["small"]}, tmp_path / "tau.png")
     assert (tmp_path / "tau.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ConfigError, match=r"tau.pdf: a picture is written as .png or .svg; name the file so"):

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import pytest
 
 from paceline.config import EvaluateConfig
+from paceline.decode.compatibility import fitting
 from paceline.errors import DataError
-from paceline.evaluate.fit import fitting
+from paceline.evaluate.evaluate import evaluate
 from paceline.evaluate.memory import measure_memory
-from paceline.evaluate.run import evaluate
 
 
 @dataclass(frozen=True)
@@ -28,16 +28,16 @@ def test_prompts_longer_than_the_context_are_set_aside_by_name(make_pair):
     assert len(lines) == 1 and lines[0].startswith("prompt long: set aside; it has 31 tokens, but")
     report = evaluate(target, network, [long, whole, short], EvaluateConfig(max_new_tokens=4))
     assert report.set_aside == lines and [row.id for row in report.rows] == ["whole", "short"]
-    with pytest.raises(DataError, match="prompt long: set aside") as fault:
+    with pytest.raises(DataError, match="prompt long: set aside") as error:
         evaluate(target, network, [long], EvaluateConfig())
-    assert fault.value.faults[-1] == "evaluate: no prompt fits into the target's positions; give shorter ones"
+    assert error.value.errors[-1] == "evaluate: no prompt fits into the target's positions; give shorter ones"
 
 
 def test_bad_prompts_are_refused_together_before_any_is_decoded(make_pair):
     target, network = make_pair("qwen3")
-    with pytest.raises(DataError) as fault:
+    with pytest.raises(DataError) as error:
         evaluate(target, network, [Prompt("a", [5]), Prompt("b", []), Prompt("c", [5, 97])], EvaluateConfig())
-    assert [line.split(";")[0] for line in fault.value.faults] == [
+    assert [line.split(";")[0] for line in error.value.errors] == [
         "prompt b: holds no tokens",
         "prompt c: token id 97 is outside the target's vocabulary of 97",
     ]

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from paceline.config import EvaluateConfig
+from paceline.decode.chain import Decoded, Pass, greedy_decode
 from paceline.errors import DataError, TargetError
-from paceline.evaluate import run
-from paceline.evaluate.decode import Decoded, Pass, greedy_decode
-from paceline.evaluate.measures import by_context, group, histogram, macro_tau, slot_rates
-from paceline.evaluate.run import evaluate, lossless
+from paceline.evaluate import evaluate as module
+from paceline.evaluate.evaluate import evaluate, lossless
+from paceline.evaluate.metrics import by_context, group, histogram, macro_tau, slot_rates
 
 PASSES = [Pass(10, 3, 3, 4), Pass(300, 3, 0, 1), Pass(301, 3, 1, 2), Pass(1100, 2, 2, 2)]
 
@@ -68,7 +68,7 @@ def test_a_report_adds_up(report):
 
 
 def test_float64_is_lossless(report):
-    assert (report.lossless.prompts, report.lossless.equal, report.lossless.faults) == (6, 6, 0)
+    assert (report.lossless.prompts, report.lossless.equal, report.lossless.errors) == (6, 6, 0)
 
 
 def test_several_prompts_at_once_give_the_same_report(make_pair, prompts, report):
@@ -94,7 +94,7 @@ def test_trees_stand_beside_the_chain(make_pair, prompts, report, seeded):
     assert [row.accepted for row in both.rows] == [row.accepted for row in report.rows], "the chain as without trees"
     assert both.tau_micro == report.tau_micro and both.lossless == report.lossless
     assert (tree.budget, tree.chain_seed, tree.temperature) == (40, seeded, 1.0)
-    assert (tree.lossless.prompts, tree.lossless.equal, both.faults) == (6, 6, 0)
+    assert (tree.lossless.prompts, tree.lossless.equal, both.errors) == (6, 6, 0)
     assert both.tree_tau == tree.tau_micro > both.tau_micro and not tree.below_chain
     assert sum(tree.histogram) == tree.passes < both.passes and tree.new_tokens == both.new_tokens
     assert sum(entry.passes for entry in tree.by_tag.values()) == tree.passes
@@ -118,8 +118,8 @@ def test_a_tree_that_does_worse_than_the_chain_is_said_to(make_pair, prompts, mo
     """One node against five drafts that all stand."""
     target, network = make_pair("qwen3", eos_token_id=96)
     answer = greedy_decode(target, prompts[3], max_new_tokens=40).ids
-    for module in ("decode", "tree_decode"):
-        monkeypatch.setattr(f"paceline.evaluate.{module}.draft_logits", knowing([*prompts[3], *answer]))
+    for loop in ("chain", "tree"):
+        monkeypatch.setattr(f"paceline.decode.{loop}.draft_logits", knowing([*prompts[3], *answer]))
     settings = EvaluateConfig(max_new_tokens=20, tree_budget=1)
     found = evaluate(target, network, [Prompt("x", prompts[3])], settings, check_training=False)
     assert (found.tau_micro, found.tree_tau, found.tree.below_chain) == (6.0, 2.0, True)
@@ -129,27 +129,27 @@ def test_a_tree_that_does_worse_than_the_chain_is_said_to(make_pair, prompts, mo
     assert found.tree.temperature == 0.5
 
 
-def test_a_lossy_tree_is_a_fault(make_pair, prompts, monkeypatch):
+def test_a_lossy_tree_is_a_error(make_pair, prompts, monkeypatch):
     target, network = make_pair("qwen3")
-    original = run.tree_decode
+    original = module.tree_decode
 
     def lossy(*args, **more):
         found = original(*args, **more)
         return dataclasses.replace(found, ids=[*found.ids[:-1], (found.ids[-1] + 1) % 97])
 
-    monkeypatch.setattr(run, "tree_decode", lossy)
+    monkeypatch.setattr(module, "tree_decode", lossy)
     settings = EvaluateConfig(max_new_tokens=8, tree_budget=4)
     found = evaluate(target, network, [Prompt("x", prompts[3])], settings, check_training=False)
-    assert (found.lossless.faults, found.tree.lossless.faults, found.faults) == (0, 1, 1)
+    assert (found.lossless.errors, found.tree.lossless.errors, found.errors) == (0, 1, 1)
 
 
 def test_trees_are_refused_before_anything_is_decoded(make_pair, prompts, monkeypatch):
     target, network = make_pair("qwen3_5_text")
     begun = []
-    monkeypatch.setattr(run, "speculative_decode", lambda *args, **more: begun.append(args))
-    with pytest.raises(TargetError, match=r"layers with a state of their own.*decode with the chain") as fault:
+    monkeypatch.setattr(module, "speculative_decode", lambda *args, **more: begun.append(args))
+    with pytest.raises(TargetError, match=r"layers with a state of their own.*decode with the chain") as error:
         evaluate(target, network, [Prompt("x", prompts[3])], EvaluateConfig(tree_budget=4))
-    assert not begun and len(fault.value.faults) == 1
+    assert not begun and len(error.value.errors) == 1
 
 
 def test_sampled_answers_are_drawn_from_the_seed_and_not_compared(make_pair, prompts):
@@ -163,11 +163,11 @@ def test_sampled_answers_are_drawn_from_the_seed_and_not_compared(make_pair, pro
     one, again, other, together = measured(), measured(), measured(seed=9), measured(batch_size=3)
     answers, repeated, others, batched = ([row.pieces for row in found.rows] for found in (one, again, other, together))
     assert answers == repeated == batched and answers != others
-    assert one.temperature == 0.7 and one.lossless is None and one.training_tau is None and one.faults == 0
+    assert one.temperature == 0.7 and one.lossless is None and one.training_tau is None and one.errors == 0
     assert one.control_tau is not None and one.plain_seconds_per_token is not None
     trees = measured(tree_budget=12)
     assert [row.pieces for row in trees.rows] == answers and trees.tree.lossless is None
-    assert trees.tree_tau >= 1 and trees.tree.passes > 0 and trees.faults == 0
+    assert trees.tree_tau >= 1 and trees.tree.passes > 0 and trees.errors == 0
 
 
 def test_training_forward_agrees(report):
@@ -179,11 +179,11 @@ def test_lower_precision_differs_by_rounding_at_most(make_pair, prompts, dtype):
     target, network = make_pair("qwen3", dtype=dtype)
     asked = [Prompt(str(at), ids) for at, ids in enumerate(prompts)]
     report = evaluate(target, network, asked, EvaluateConfig(max_new_tokens=24))
-    assert report.lossless.prompts == 8 and report.lossless.faults == 0
+    assert report.lossless.prompts == 8 and report.lossless.errors == 0
     assert report.training_agrees
 
 
-def test_a_lossy_answer_is_a_fault_with_its_gap(make_pair, prompts):
+def test_a_lossy_answer_is_a_error_with_its_gap(make_pair, prompts):
     target, _ = make_pair("qwen3", dtype="float32")
     prompt = Prompt("x", prompts[4])
     plain = greedy_decode(target, prompt.ids, max_new_tokens=10)
@@ -193,23 +193,23 @@ def test_a_lossy_answer_is_a_fault_with_its_gap(make_pair, prompts):
     with torch.no_grad():
         row = target.model(input_ids=torch.tensor([[*prompt.ids, *plain.ids[:6]]])).logits[0, -1]
     (entry,) = found.differences
-    assert (found.equal, found.faults) == (0, 1) and (entry["prompt"], entry["place"]) == ("x", 6)
+    assert (found.equal, found.errors) == (0, 1) and (entry["prompt"], entry["place"]) == ("x", 6)
     assert entry["logit_gap"] == pytest.approx(float(row[plain.ids[6]] - row[ids[6]]), abs=1e-4)
     assert entry["logit_gap"] > entry["allowed_gap"] >= found.margin > 0
     shorter = lossless(target, [prompt], [Decoded(plain.ids[:5], "stop")], [plain])
-    assert shorter.faults == 1 and shorter.differences[0]["place"] == 5
+    assert shorter.errors == 1 and shorter.differences[0]["place"] == 5
 
 
 def test_the_control_sees_no_features(make_pair, prompts, monkeypatch):
     target, network = make_pair("qwen3")
     blind = []
-    original = run.speculative_decode
+    original = module.speculative_decode
 
     def noted(*args, without_features=False, **more):
         blind.append(without_features)
         return original(*args, without_features=without_features, **more)
 
-    monkeypatch.setattr(run, "speculative_decode", noted)
+    monkeypatch.setattr(module, "speculative_decode", noted)
     asked = [Prompt(str(at), ids) for at, ids in enumerate(prompts)]
     report = evaluate(target, network, asked, EvaluateConfig(max_new_tokens=8), check_lossless=False)
     assert blind == [False] * 8 + [True] * 4

@@ -7,8 +7,8 @@ import itertools
 import pytest
 import torch
 
-from paceline.evaluate.choice import Greedy, Sampled
-from paceline.evaluate.decode import speculative_decode
+from paceline.decode.chain import speculative_decode
+from paceline.decode.sampling import Greedy, Sampled
 
 VOCAB = 5
 

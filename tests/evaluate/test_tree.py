@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 
+from paceline.decode import kv_cache
+from paceline.decode.chain import greedy_decode, plain_decode
+from paceline.decode.draft_tree import build_tree, reference_tree
+from paceline.decode.sampling import Sampled
+from paceline.decode.topk import Candidates
+from paceline.decode.tree import tree_decode
 from paceline.errors import TargetError
-from paceline.evaluate.candidates import Candidates
-from paceline.evaluate.choice import Sampled
-from paceline.evaluate.decode import greedy_decode, plain_decode
-from paceline.evaluate.tree import build_tree, reference_tree
-from paceline.evaluate.tree_decode import tree_decode
-from paceline.target import kvcache
 
 
 def test_the_worked_example():
@@ -135,9 +135,9 @@ def test_trees_that_know_the_answer_accept_whole_branches(make_pair, prompts, mo
 
     Windows are 8 tokens, answers 40.
     """
-    from paceline.evaluate import tree_decode as module
+    from paceline.decode import tree as module
 
-    monkeypatch.setattr(kvcache, "SMALLEST", room)
+    monkeypatch.setattr(kv_cache, "SMALLEST", room)
     target, network = make_pair(model_type, **FAMILIES[model_type])
     prompt = prompts[4]
     whole = greedy_decode(target, prompt, max_new_tokens=60).ids

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.contracts import TargetFacts
 from paceline.drafter.network import Drafter
 from paceline.drafter.spec import DrafterSpec
+from paceline.types import TargetFacts
 
 BASE: dict[str, Any] = {
     "num_layers": 3,

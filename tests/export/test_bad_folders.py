@@ -64,9 +64,9 @@ def test_odd_values_anywhere_are_an_error_in_words_or_make_a_drafter_that_works(
             (made / "config.json").write_text(replaced(config, path, value))
             try:
                 spec, state = read_drafter(made)
-            except ExportError as fault:
+            except ExportError as error:
                 refused += 1
-                assert all("\n" not in line and line.startswith(str(made)) for line in fault.faults), (path, value)
+                assert all("\n" not in line and line.startswith(str(made)) for line in error.errors), (path, value)
                 continue
             if spec != faithful:
                 taken.add((path[-1], str(value)))
@@ -93,7 +93,7 @@ def test_an_index_that_is_none_is_one_line(folder, index, says) -> None:
     (made / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(ExportError, match=says) as caught:
         read_drafter(made)
-    assert len(caught.value.faults) == 1
+    assert len(caught.value.errors) == 1
 
 
 def test_tensors_of_shards_are_checked_too(folder) -> None:
@@ -106,7 +106,7 @@ def test_tensors_of_shards_are_checked_too(folder) -> None:
     write_weights(made, tensors, shard_bytes=4000)
     with pytest.raises(ExportError) as caught:
         read_drafter(made)
-    missing, extra, misshaped = caught.value.faults
+    missing, extra, misshaped = caught.value.errors
     assert "tensors missing: hidden_norm.weight;" in missing and "layers.9.mlp.up_proj.weight;" in extra
     assert misshaped.endswith("layers.0.mlp.up_proj.weight has shape [47, 32], the configuration asks for [48, 32]")
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from paceline.checkpoint.rundir import add_evaluation, open_run
-from paceline.checkpoint.store import write_checkpoint
+from paceline.checkpoint.checkpoints import write_checkpoint
+from paceline.checkpoint.run_directory import add_evaluation, open_run
 from paceline.cli.export import export_run, run
 from paceline.config import Settings
 from paceline.drafter.network import Drafter
@@ -19,7 +19,7 @@ from paceline.drafter.spec import DrafterSpec, derive_spec
 from paceline.errors import CheckpointError, ConfigError, ExportError, RunDirectoryError
 from paceline.export.formats import read_drafter
 from paceline.export.weights import content_hash
-from paceline.target.facts import describe
+from paceline.target_model.facts import describe
 
 
 @pytest.fixture
@@ -183,7 +183,7 @@ def test_another_target_is_refused(run_dir, tmp_path, demo_assets) -> None:
     (other / "config.json").write_text(json.dumps({**config, "hidden_size": 64, "vocab_size": 2000}))
     with pytest.raises(ExportError) as caught:
         run([str(run_dir), "--target", str(other)])
-    assert [line.split(",")[0] for line in caught.value.faults][:2] == [
+    assert [line.split(",")[0] for line in caught.value.errors][:2] == [
         "drafter: hidden_size 128",
         "drafter: vocab_size 2048",
     ]

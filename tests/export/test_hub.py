@@ -45,7 +45,7 @@ def test_the_stand_in_takes_what_the_real_client_takes() -> None:
         assert ours <= set(inspect.signature(getattr(HfApi, name)).parameters)
 
 
-def test_faults_are_one_line(tmp_path, drafter) -> None:
+def test_errors_are_one_line(tmp_path, drafter) -> None:
     with pytest.raises(ExportError, match="give the repository as owner/name"):
         push(drafter, "drafter", hub=LocalHub(tmp_path))
     with pytest.raises(ExportError, match="only a drafter folder can be pushed"):
@@ -57,4 +57,4 @@ def test_without_a_hub_the_real_client_says_why_in_one_line(drafter, monkeypatch
     monkeypatch.setenv("HF_TOKEN", "none")
     with pytest.raises(ExportError, match=r"push someone/drafter: .*; the folder .* is complete") as caught:
         push(drafter, "someone/drafter")
-    assert len(caught.value.faults) == 1 and "\n" not in str(caught.value)
+    assert len(caught.value.errors) == 1 and "\n" not in str(caught.value)

@@ -142,4 +142,4 @@ def test_bad_configurations_are_refused_in_one_line(tmp_path, make_spec, make_st
     path.write_text(json.dumps(config))
     with pytest.raises(ExportError, match=line) as caught:
         read_speculators(tmp_path / "drafter")
-    assert len(caught.value.faults) == 1
+    assert len(caught.value.errors) == 1

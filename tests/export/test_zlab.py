@@ -187,7 +187,7 @@ def test_wrong_target_is_refused_with_every_difference(tmp_path, make_spec, make
     facts = make_facts(spec, hidden_size=64, vocab_size=98, num_layers=7)
     with pytest.raises(ExportError) as caught:
         write_zlab(tmp_path / "drafter", spec, make_state(spec), facts)
-    assert [line.split(",")[0] for line in caught.value.faults] == [
+    assert [line.split(",")[0] for line in caught.value.errors] == [
         "drafter: hidden_size 32",
         "drafter: vocab_size 97",
         "drafter: num_target_layers 6",
@@ -249,7 +249,7 @@ def test_bad_configurations_are_refused_in_one_line(written, change, line) -> No
     _edit(written, change)
     with pytest.raises(ExportError, match=line) as caught:
         read_zlab(written)
-    assert len(caught.value.faults) == 1
+    assert len(caught.value.errors) == 1
     assert str(caught.value).startswith(str(written / "config.json"))
 
 
@@ -261,7 +261,7 @@ def test_bad_tensors_are_refused_and_named(written) -> None:
     save_file(tensors, written / "model.safetensors")
     with pytest.raises(ExportError) as caught:
         read_zlab(written)
-    missing, extra, misshaped = caught.value.faults
+    missing, extra, misshaped = caught.value.errors
     assert missing.startswith(f"{written}: tensors missing: layers.1.mlp.up_proj.weight;")
     assert "lm_head.weight" in extra
     assert misshaped.endswith("fc.weight has shape [64, 32], the configuration asks for [32, 64]")

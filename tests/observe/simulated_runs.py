@@ -9,9 +9,9 @@ import numpy as np
 import yaml
 
 from paceline.config import ObserveConfig, PlanConfig
-from paceline.contracts import BucketTotals, Ratio, StepReport
 from paceline.observe.observer import open_observer
 from paceline.plan.epoch import plan_epoch
+from paceline.types import BucketTotals, Ratio, StepReport
 
 NUM_ANCHORS, BLOCK = 64, 16
 

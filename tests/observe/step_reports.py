@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from paceline.contracts import BucketTotals, Ratio, StepReport
+from paceline.types import BucketTotals, Ratio, StepReport
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,10 @@ import pytest
 
 from observe.step_reports import random_samples, report_of
 from paceline.config import ObserveConfig
-from paceline.contracts import Ratio
 from paceline.errors import TrackerError
-from paceline.observe.lines import EventLine, read_lines
+from paceline.observe.metrics_file import EventLine, read_lines
 from paceline.observe.observer import open_observer
+from paceline.types import Ratio
 
 SAMPLES = random_samples(np.random.default_rng(0))
 
@@ -60,7 +60,7 @@ def test_a_command_hears_of_jumps_skipped_steps_and_the_end_once_each(tmp_path):
 def test_a_command_hears_of_a_failure_once_with_its_reason(tmp_path):
     observer = open_with(tmp_path / "run", alert_command=recorder(tmp_path))
     observer.step(report_of(1, SAMPLES))
-    observer.event("failure", fault="target 0: batch 17: out of memory")
+    observer.event("failure", error="target 0: batch 17: out of memory")
     observer.close("failed")
     assert [alert["text"] for alert in heard(tmp_path)] == ["paceline run: failed: target 0: batch 17: out of memory"]
     observer = open_with(tmp_path / "other", alert_command=recorder(tmp_path))

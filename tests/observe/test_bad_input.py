@@ -13,14 +13,14 @@ import pytest
 from observe.store_files import write_manifest
 from observe.test_report import checked
 from paceline.errors import RunDirectoryError
-from paceline.observe.comparison import render_comparison, write_comparison
-from paceline.observe.data_section import prepared_data
-from paceline.observe.decoding import decoded_slots, decoding
-from paceline.observe.diagnosis import diagnose
-from paceline.observe.history import read_history
-from paceline.observe.lines import MetricsFile, read_lines
-from paceline.observe.plots import decoded_tau
-from paceline.observe.report import write_report
+from paceline.observe.diagnosis.diagnose import diagnose
+from paceline.observe.metrics_file import MetricsFile, read_lines
+from paceline.observe.run_history import read_history
+from paceline.report.comparison import render_comparison, write_comparison
+from paceline.report.data_section import prepared_data
+from paceline.report.decoding import decoded_slots, decoding
+from paceline.report.plots import decoded_tau
+from paceline.report.report import write_report
 
 MakeRun = Callable[..., Path]
 LIMIT = 3_000_000

@@ -8,11 +8,11 @@ import pytest
 
 from observe.simulated_runs import simulate
 from paceline.cli import report as command
-from paceline.cli.frame import guarded
+from paceline.cli.command import guarded
 from paceline.config import Settings, dump_settings
-from paceline.observe.comparison import render_comparison, write_comparison
-from paceline.observe.history import read_history
-from paceline.observe.jitter import explain_jitter
+from paceline.observe.diagnosis.loss_variance import explain_jitter
+from paceline.observe.run_history import read_history
+from paceline.report.comparison import render_comparison, write_comparison
 
 
 def write_settings(run_dir, **plan):
@@ -58,7 +58,7 @@ def test_lines_of_many_steps_are_not_set_against_single_steps(tmp_path):
     assert "its variance, first run = 1</th><td>1.000</td><td>–</td>" in text
 
 
-def test_a_first_run_whose_loss_does_not_scatter_is_no_fault(tmp_path):
+def test_a_first_run_whose_loss_does_not_scatter_is_no_error(tmp_path):
     run = read_history(simulate(tmp_path, "grid", "stratified", accumulate=1, epochs=1))
     still = replace(run, values=run.values | {"loss": np.full(run.steps.size, 2.0)})
     assert explain_jitter(still).deviation == 0

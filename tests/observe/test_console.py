@@ -8,8 +8,8 @@ from rich.console import Console
 
 from observe.step_reports import random_samples, report_of
 from paceline.config import ObserveConfig
-from paceline.observe.numerals import duration, percent, short
 from paceline.observe.observer import open_observer
+from paceline.text import duration, percent, short
 
 SAMPLES = random_samples(np.random.default_rng(0))
 

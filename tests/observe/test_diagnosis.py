@@ -9,14 +9,14 @@ import pytest
 from observe.simulated_runs import simulate
 from observe.step_reports import random_samples, report_of
 from paceline.config import ObserveConfig
-from paceline.contracts import Ratio
-from paceline.observe.diagnosis import diagnose
-from paceline.observe.history import read_history
-from paceline.observe.jitter import explain_jitter
-from paceline.observe.lines import EventLine, read_lines
+from paceline.observe.diagnosis.diagnose import diagnose
+from paceline.observe.diagnosis.loss_variance import explain_jitter
+from paceline.observe.diagnosis.trend import trend_of
+from paceline.observe.metrics_file import EventLine, read_lines
 from paceline.observe.observer import open_observer
-from paceline.observe.report import write_report
-from paceline.observe.trend import trend_of
+from paceline.observe.run_history import read_history
+from paceline.report.report import write_report
+from paceline.types import Ratio
 
 
 def warnings_of(run_dir: Path) -> dict[str, str]:

@@ -11,13 +11,13 @@ import pytest
 
 from observe.step_reports import random_samples, report_of
 from paceline.config import ObserveConfig, Settings, dump_settings
-from paceline.contracts import Ratio, StepReport, TagTotals
-from paceline.observe.decoding import _marked
-from paceline.observe.diagnosis import diagnose
-from paceline.observe.history import read_history
-from paceline.observe.jitter import explain_jitter
+from paceline.observe.diagnosis.diagnose import diagnose
+from paceline.observe.diagnosis.loss_variance import explain_jitter
 from paceline.observe.observer import open_observer
-from paceline.observe.report import write_report
+from paceline.observe.run_history import read_history
+from paceline.report.decoding import _marked
+from paceline.report.report import write_report
+from paceline.types import Ratio, StepReport, TagTotals
 
 
 def steps(count: int, rng: np.random.Generator) -> list[StepReport]:

@@ -16,12 +16,12 @@ import yaml
 from observe.simulated_runs import simulate
 from observe.step_reports import random_samples, report_of
 from paceline.config import ObserveConfig
-from paceline.contracts import Ratio, StepReport
-from paceline.observe.diagnosis import diagnose
-from paceline.observe.history import read_history
-from paceline.observe.lines import EventLine, read_lines
+from paceline.observe.diagnosis.diagnose import diagnose
+from paceline.observe.diagnosis.gradient_spikes import spikes_of
+from paceline.observe.metrics_file import EventLine, read_lines
 from paceline.observe.observer import open_observer
-from paceline.observe.spikes import spikes_of
+from paceline.observe.run_history import read_history
+from paceline.types import Ratio, StepReport
 
 
 def warnings_of(run_dir: Path) -> dict[str, str]:

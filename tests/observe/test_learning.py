@@ -12,13 +12,13 @@ import pytest
 
 from observe.step_reports import Sample, report_of
 from paceline.config import ObserveConfig
-from paceline.contracts import Ratio
-from paceline.observe.diagnosis import diagnose
-from paceline.observe.history import read_history
-from paceline.observe.lines import EventLine, read_lines
+from paceline.observe.diagnosis.diagnose import diagnose
+from paceline.observe.diagnosis.trend import trend_of
+from paceline.observe.metrics_file import EventLine, read_lines
 from paceline.observe.observer import open_observer
-from paceline.observe.report import write_report
-from paceline.observe.trend import trend_of
+from paceline.observe.run_history import read_history
+from paceline.report.report import write_report
+from paceline.types import Ratio
 
 Curve = Callable[[int], float]
 

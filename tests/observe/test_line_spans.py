@@ -13,12 +13,12 @@ import pytest
 from observe.simulated_runs import simulate
 from observe.step_reports import Sample, report_of
 from paceline.config import ObserveConfig, Settings, dump_settings
-from paceline.contracts import BucketTotals, StepReport
-from paceline.observe.diagnosis import diagnose
-from paceline.observe.history import read_history
-from paceline.observe.lines import StepLine, read_lines
+from paceline.observe.diagnosis.diagnose import diagnose
+from paceline.observe.metrics_file import StepLine, read_lines
 from paceline.observe.observer import open_observer
-from paceline.observe.report import write_report
+from paceline.observe.run_history import read_history
+from paceline.report.report import write_report
+from paceline.types import BucketTotals, StepReport
 
 
 def step_of(step: int, micro_batches: dict[int, int], **changes: object) -> StepReport:

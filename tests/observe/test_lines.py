@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from paceline.errors import RunDirectoryError
-from paceline.observe.lines import EventLine, HeaderLine, MetricsFile, StepLine, read_lines
+from paceline.observe.metrics_file import EventLine, HeaderLine, MetricsFile, StepLine, read_lines
 
 
 def step_line(step: int, **values: float) -> StepLine:
@@ -97,7 +97,7 @@ def test_every_line_survives_sigkill(tmp_path):
     program = f"""
 import os, signal
 from pathlib import Path
-from paceline.observe.lines import MetricsFile, StepLine
+from paceline.observe.metrics_file import MetricsFile, StepLine
 file = MetricsFile(Path({str(path)!r}), 0)
 for step in range(1, 8):
     file.append(StepLine(step, 1.0, 1, 0, 0, [], {{"loss": 1.0}}, {{}}))

@@ -8,13 +8,13 @@ import pytest
 
 from observe.step_reports import random_samples, report_of
 from paceline.config import ObserveConfig
-from paceline.contracts import Ratio
 from paceline.errors import MetricError, RunDirectoryError, TrackerError
-from paceline.observe.history import read_history
-from paceline.observe.lines import EventLine, HeaderLine, StepLine, read_lines
-from paceline.observe.mirror import Mirror
+from paceline.observe.metrics_file import EventLine, HeaderLine, StepLine, read_lines
 from paceline.observe.observer import open_observer
-from paceline.observe.report import write_report
+from paceline.observe.run_history import read_history
+from paceline.observe.trackers.mirror import Mirror
+from paceline.report.report import write_report
+from paceline.types import Ratio
 
 QUIET = ObserveConfig(console="quiet", mirror_queue_lines=4, mirror_start_limit_s=0.3, mirror_close_limit_s=0.3)
 SAMPLES = random_samples(np.random.default_rng(0))

@@ -9,21 +9,21 @@ from pathlib import Path
 
 import pytest
 
-from paceline.flow.profile import clear_profile
+from paceline.pipeline.profiler import clear_profile
 
 PROGRAM = """
 import os, sys
 from pathlib import Path
 import torch
-from paceline.flow import profile
-from paceline.flow.profile import StepProfile
+from paceline.pipeline import profiler
+from paceline.pipeline.profiler import StepProfile
 
 steps = StepProfile([2, 3], Path(sys.argv[1]))
 for step in range(1, 5):
     steps.before(step)
     torch.ones(4, 4) @ torch.ones(4, 4)
     steps.after(step)
-with profile.without_marks():
+with profiler.without_marks():
     os.write(2, b"USDT:a mark\\nan error of somebody\\n")
 print("after", file=sys.stderr)
 """
@@ -45,7 +45,7 @@ def test_going_on_behind_the_profiled_steps_keeps_their_profile(
     tmp_path: Path, steps: list[int] | None, first_step: int, kept: bool
 ) -> None:
     path = tmp_path / "profile.json"
-    clear_profile(steps, path, first_step)  # nothing there is no fault
+    clear_profile(steps, path, first_step)  # nothing there is no error
     path.write_text("{}")
     clear_profile(steps, path, first_step)
     assert path.exists() == kept

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 from paceline.cli import report as command
-from paceline.cli.frame import guarded
+from paceline.cli.command import guarded
 from paceline.errors import RunDirectoryError
-from paceline.observe import plots
-from paceline.observe.history import read_history
-from paceline.observe.lines import read_lines
-from paceline.observe.report import write_report
-from paceline.observe.svg import condensed, smoothed
+from paceline.observe.metrics_file import read_lines
+from paceline.observe.run_history import read_history
+from paceline.report import plots
+from paceline.report.report import write_report
+from paceline.report.svg import condensed, smoothed
 
 VOID = {"meta", "link", "br", "img", "input"}
 

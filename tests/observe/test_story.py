@@ -10,10 +10,10 @@ import pytest
 import yaml
 
 from paceline.cli import main
-from paceline.observe.diagnosis import diagnose
-from paceline.observe.history import History, read_history
-from paceline.observe.jitter import Jitter, explain_jitter
-from paceline.observe.report import write_report
+from paceline.observe.diagnosis.diagnose import diagnose
+from paceline.observe.diagnosis.loss_variance import Jitter, explain_jitter
+from paceline.observe.run_history import History, read_history
+from paceline.report.report import write_report
 
 STEPS = 70
 

@@ -6,16 +6,16 @@ import numpy as np
 import pytest
 
 from observe.step_reports import random_samples, report_of
-from paceline.contracts import Ratio
 from paceline.errors import MetricError
+from paceline.observe.aggregate import LineAggregator
 from paceline.observe.catalogue import find
-from paceline.observe.tally import Tally
+from paceline.types import Ratio
 
 
 def test_a_line_over_many_steps_equals_a_recount_of_all_samples():
     rng = np.random.default_rng(1)
     steps = [random_samples(rng, count=int(rng.integers(3, 20))) for _ in range(7)]
-    tally = Tally()
+    tally = LineAggregator()
     for number, samples in enumerate(steps, 1):
         tally.add(report_of(number, samples, seconds=float(number)))
     values, weights = tally.values()
@@ -51,14 +51,14 @@ def test_a_line_over_many_steps_equals_a_recount_of_all_samples():
 
 def test_tau_is_one_plus_the_mean_streak_of_blocks_not_of_steps():
     rng = np.random.default_rng(2)
-    tally = Tally()
+    tally = LineAggregator()
     tally.add(report_of(1, random_samples(rng), ratios={"acceptance/streak": Ratio(4.0, 1.0)}))
     tally.add(report_of(2, random_samples(rng), ratios={"acceptance/streak": Ratio(0.0, 3.0)}))
     assert tally.values()[0]["tau"] == 2.0
 
 
 def test_all_names_of_a_step_are_in_the_catalogue():
-    tally = Tally()
+    tally = LineAggregator()
     tally.add(report_of(1, random_samples(np.random.default_rng(3)), ratios={"tree/streak_16": Ratio(5, 2)}))
     values, _ = tally.values()
     for name in values:
@@ -68,17 +68,19 @@ def test_all_names_of_a_step_are_in_the_catalogue():
 
 def test_an_unknown_ratio_cannot_be_logged():
     with pytest.raises(MetricError, match="accuracy/first"):
-        Tally().add(report_of(1, random_samples(np.random.default_rng(3)), ratios={"accuracy/first": Ratio(1, 1)}))
+        LineAggregator().add(
+            report_of(1, random_samples(np.random.default_rng(3)), ratios={"accuracy/first": Ratio(1, 1)})
+        )
 
 
 def test_a_counted_metric_cannot_be_set():
     with pytest.raises(MetricError, match="loss: reduces as ratio"):
-        Tally().gauge("loss", 1.0)
+        LineAggregator().gauge("loss", 1.0)
 
 
 def test_a_skipped_step_leaves_the_gradient_norm_alone():
     samples = random_samples(np.random.default_rng(4))
-    tally = Tally()
+    tally = LineAggregator()
     tally.add(report_of(1, samples, gradient_norm=2.0))
     tally.add(report_of(2, samples, gradient_norm=math.inf, skipped=True))
     values, _ = tally.values()
@@ -87,7 +89,7 @@ def test_a_skipped_step_leaves_the_gradient_norm_alone():
 
 def test_stage_shares_sum_to_one_with_one_worker_and_with_three():
     samples = random_samples(np.random.default_rng(5))
-    one, three = Tally(), Tally()
+    one, three = LineAggregator(), LineAggregator()
     one.add(report_of(1, samples, seconds=2.0, waits_s={"target/starved": 0.5, "target/blocked": 0.5}))
     three.add(
         report_of(1, samples, seconds=2.0, waits_s={"target/busy": 4.5, "target/starved": 1.0, "target/blocked": 0.5})
@@ -99,7 +101,7 @@ def test_stage_shares_sum_to_one_with_one_worker_and_with_three():
 
 
 def test_a_tiny_share_of_wall_time_is_a_share_of_the_step():
-    tally = Tally()
+    tally = LineAggregator()
     waits = {"drafter/busy": 0.5}
     tally.add(report_of(1, random_samples(np.random.default_rng(6)), seconds=2.0, waits_s=waits))
     assert tally.values()[0]["stage/drafter/busy"] == 0.25

@@ -8,7 +8,7 @@ import numpy as np
 
 from observe.step_reports import random_samples, report_of
 from paceline.config import ObserveConfig
-from paceline.observe.lines import EventLine, read_lines
+from paceline.observe.metrics_file import EventLine, read_lines
 from paceline.observe.observer import open_observer
 from paceline.observe.trace import TraceFile
 

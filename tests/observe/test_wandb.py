@@ -15,7 +15,7 @@ from observe.step_reports import random_samples, report_of
 from observe.wandb_file import history, records
 from paceline.config import ObserveConfig
 from paceline.errors import TrackerError
-from paceline.observe.lines import EventLine, StepLine, read_lines
+from paceline.observe.metrics_file import EventLine, StepLine, read_lines
 from paceline.observe.observer import open_observer
 
 SAMPLES = random_samples(np.random.default_rng(0))

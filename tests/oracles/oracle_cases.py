@@ -9,10 +9,11 @@ import numpy as np
 import torch
 
 from paceline.config.schema import TargetConfig
-from paceline.contracts import HostBatch, PlannedBatch
 from paceline.drafter.network import Drafter
 from paceline.drafter.spec import DrafterSpec
-from paceline.target.load import Target, load_target
+from paceline.target_model.load import load_target
+from paceline.target_model.model import TargetModel
+from paceline.types import HostBatch, PlannedBatch
 
 VOCABULARY, HIDDEN, LAYERS, MASK = 96, 32, 6, 95
 TAPS = (1, 4)
@@ -29,7 +30,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def load(folder: Path, dtype: str) -> Target:
+def load(folder: Path, dtype: str) -> TargetModel:
     """The tiny target in a type, with our taps."""
     return load_target(TargetConfig(path=str(folder), taps=list(TAPS)), TAPS, dtype=dtype)
 
@@ -71,14 +72,14 @@ def make_spec(kind: str, **changes: Any) -> DrafterSpec:
     return DrafterSpec(**{**values, **KINDS[kind], **changes})
 
 
-def embed_blocks(spec: DrafterSpec, target: Target, anchor_ids: torch.Tensor) -> torch.Tensor:
+def embed_blocks(spec: DrafterSpec, target: TargetModel, anchor_ids: torch.Tensor) -> torch.Tensor:
     """Embedded blocks [A, K, D]: each anchor's token, then mask tokens."""
     ids = torch.full((len(anchor_ids), spec.block_size), spec.mask_token_id)
     ids[:, 0] = anchor_ids
     return target.embedding[ids].detach()
 
 
-def fit(spec: DrafterSpec, target: Target, rows: list[list[int]], steps: int) -> Drafter:
+def fit(spec: DrafterSpec, target: TargetModel, rows: list[list[int]], steps: int) -> Drafter:
     """A drafter that learned these rows by heart: cross entropy on every block that fits, plain Adam."""
     features = target.features(one_batch(rows)).features
     network = Drafter(spec, seed=5)

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.drafter.mixture import head_mixture
-from paceline.drafter.objectives import SLOT_WEIGHTS
-from paceline.drafter.tally import WindowTally, ratios_of
+from paceline.drafter.loss.distillation import distillation_loss
+from paceline.drafter.loss.weights import SLOT_WEIGHTS
+from paceline.drafter.metrics import WindowMetrics, ratios_of
 
 pytestmark = pytest.mark.oracle
 BLOCKS, SLOTS, VOCABULARY, GAMMA, ALPHA = 12, 5, 17, 2.5, 0.4
@@ -51,7 +51,7 @@ def test_losses_and_gradients(theirs, case, term, weights):
     hidden = torch.from_numpy(logits[:, 1:][mask[:, 1:]]).requires_grad_()
     rows = torch.from_numpy(teacher[:, 1:][mask[:, 1:]])
     eye = torch.eye(VOCABULARY, dtype=torch.float64)
-    found = head_mixture(hidden, eye, labels[mask[:, 1:]], {TERMS[term]: 1.0}, lambda r: r, rows, 100)
+    found = distillation_loss(hidden, eye, labels[mask[:, 1:]], {TERMS[term]: 1.0}, lambda r: r, rows, 100)
     grid = torch.zeros(live.shape, dtype=torch.float64)
     w = SLOT_WEIGHTS[weights](grid.masked_scatter(live, found.cross_entropy), live, GAMMA, ALPHA)
     total = (w * grid.masked_scatter(live, found.loss)).sum()
@@ -66,7 +66,7 @@ def test_losses_and_gradients(theirs, case, term, weights):
 def test_accuracy_and_acceptance(theirs, case):
     logits, teacher, mask = case
     correct = torch.from_numpy(logits[:, 1:].argmax(2) == teacher[:, 1:].argmax(2))
-    tally = WindowTally(SLOTS - 1, torch.device("cpu"))
+    tally = WindowMetrics(SLOTS - 1, torch.device("cpu"))
     tally.add_acceptance(correct, torch.from_numpy(mask[:, 1:]))
     ratios = ratios_of(tally.fetch(torch.zeros(0))[0], SLOTS - 1, 1)
     metrics = theirs["ce fixed-exp-decay"]["metrics"]

@@ -20,7 +20,7 @@ from paceline.export.formats import read_drafter
 from paceline.export.speculators import read_speculators, write_speculators
 from paceline.export.weights import content_hash
 from paceline.export.zlab import write_zlab
-from paceline.target.facts import describe
+from paceline.target_model.facts import describe
 
 pytestmark = pytest.mark.oracle
 ANCHORS = [[7, 9, 20, 31], [5, 6, 38]]

@@ -17,8 +17,8 @@ from oracles.oracle_cases import ANSWER_TOKENS, KINDS, PROMPTS, embed_blocks, lo
 from paceline.drafter.network import Drafter
 from paceline.export.weights import SHARD_BYTES
 from paceline.export.zlab import write_zlab
-from paceline.target.facts import describe
-from paceline.target.load import Target
+from paceline.target_model.facts import describe
+from paceline.target_model.model import TargetModel
 
 pytestmark = pytest.mark.oracle
 CONTEXTS = [9, 30]
@@ -71,7 +71,7 @@ def test_training_forward_gives_the_same(place, target_folder, answers, fitted, 
 
 
 @torch.no_grad()
-def _expected_lengths(network: Drafter, kind: str, target: Target, row: list[int], prompt: int) -> list[int]:
+def _expected_lengths(network: Drafter, kind: str, target: TargetModel, row: list[int], prompt: int) -> list[int]:
     """Tokens of each target pass when the output is `row`: drafts accepted plus one, the last pass cut at the end."""
     spec = make_spec(kind)
     features = target.features(one_batch([row])).features

@@ -6,11 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.config.plan import PlanConfig
-from paceline.plan.composition import cut_runs, cut_sequence
+from paceline.plan.batches import cut_runs, cut_sequence
+from paceline.plan.budget import BatchBudget
+from paceline.plan.entries import enter
 from paceline.plan.epoch import plan_epoch
-from paceline.plan.intake import enter
-from paceline.plan.keys import Purpose, ascending, class_order, random_order, stream
-from paceline.plan.limits import Limits
+from paceline.plan.rng import Purpose, ascending, class_order, random_order, stream
 from paceline.plan.strategies.grid import grid_classes
 from paceline.plan.strategies.packed import match_gaps
 
@@ -38,7 +38,7 @@ def offsets_of(batches):
 
 
 limits_strategy = st.builds(
-    Limits,
+    BatchBudget,
     token_budget=st.integers(200, 900),
     max_samples=st.integers(1, 12),
     draft_position_budget=st.one_of(st.none(), st.integers(40, 120)),
@@ -135,22 +135,22 @@ def test_random_order_is_written_down():
 
 
 def test_attention_cost_shrinks_batches_of_long_samples_only():
-    limits = Limits(49_152, 64, None, 64, 8192)
+    limits = BatchBudget(49_152, 64, None, 64, 8192)
     assert limits.cost(64) == 64 + 1
     assert limits.cost(8192) == 16_384
     assert limits.capacity(8192) == 3
-    assert Limits(49_152, 64, None, 64, None).capacity(8192) == 6
+    assert BatchBudget(49_152, 64, None, 64, None).capacity(8192) == 6
 
 
 def test_grid_classes_are_merged_only_where_they_are_small():
-    limits = Limits(1000, 64, None, 10, None)
+    limits = BatchBudget(1000, 64, None, 10, None)
 
     def tops(counts, class_batches, limits=limits):
         bounds = np.concatenate([[0], np.cumsum(counts)])
         return grid_classes(bounds, np.arange(1, len(counts) + 1) * 10, limits, class_batches).widths.tolist()
 
     assert tops([640, 500, 330], 4) == [10, 20, 30]
-    wide = Limits(10_000, 64, None, 10, None)
+    wide = BatchBudget(10_000, 64, None, 10, None)
     near = [0] * 50 + [20, 20, 20, 20]
     assert tops(near, 3, wide) == [540]
     assert tops(near, 1, wide) == [510, 520, 530, 540]

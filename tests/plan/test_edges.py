@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 
 from paceline.config.plan import PlanConfig
 from paceline.errors import PlanError
+from paceline.plan.budget import BatchBudget
 from paceline.plan.edges import best_edges, edge_ladder, predict, smallest_distinct
 from paceline.plan.epoch import plan_epoch
-from paceline.plan.limits import Limits
 
 
 def limits(budget=2000, samples=16, multiple=10, attention=None):
-    return Limits(budget, samples, None, multiple, attention)
+    return BatchBudget(budget, samples, None, multiple, attention)
 
 
 def skewed(count, seed=0, top=4000):
@@ -46,7 +46,7 @@ def test_best_edges_equal_brute_force(lengths, num_buckets, attention):
 )
 def test_predicted_padding_is_what_a_long_simulation_pads(budget, samples, attention):
     lengths = skewed(400_000)
-    budgets = Limits(budget, samples, None, 64, attention)
+    budgets = BatchBudget(budget, samples, None, 64, attention)
     found = best_edges(lengths, budgets, 5)
     config = PlanConfig(
         strategy="bucketed", edges=found.edges.tolist(), token_budget=budget, max_samples=samples,
@@ -90,7 +90,7 @@ def test_optimal_edges_are_the_plans_buckets():
     lengths = skewed(5_000)
     config = PlanConfig(strategy="bucketed", edges="optimal", num_buckets=4, token_budget=16_384)
     made = plan_epoch(lengths, None, config, num_anchors=1, block_size=2, seed=0, epoch=0)
-    assert made.edges.tolist() == best_edges(lengths, Limits.of(config), 4).edges.tolist()
+    assert made.edges.tolist() == best_edges(lengths, BatchBudget.of(config), 4).edges.tolist()
     for index in range(made.num_batches):
         batch = made.batch(index)
         low = 0 if batch.bucket == 0 else made.edges[batch.bucket - 1]

@@ -136,7 +136,7 @@ def test_draft_positions_are_counted_and_budgeted():
 def test_bad_lengths_are_refused_in_one_line(lengths, words):
     with pytest.raises(PlanError, match=words) as caught:
         plan(lengths)
-    assert len(caught.value.faults) == 1
+    assert len(caught.value.errors) == 1
     assert "\n" not in str(caught.value)
 
 

@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from paceline.errors import PlanError
-from paceline.plan.files import read_lengths
+from paceline.plan.lengths_file import read_lengths
 
 LENGTHS = [5, 70, 8, 4096]
 
@@ -67,14 +67,14 @@ def test_bad_files_are_refused_line_by_line(tmp_path, name, text, lines):
         read_lengths(write(tmp_path / name, text))
     for line in lines:
         assert line.removeprefix("a.") in str(caught.value)
-    assert all("\n" not in fault for fault in caught.value.faults)
+    assert all("\n" not in error for error in caught.value.errors)
 
 
 def test_many_bad_lines_are_summed_up(tmp_path):
     with pytest.raises(PlanError) as caught:
         read_lengths(write(tmp_path / "a.txt", "x\n" * 500))
-    assert len(caught.value.faults) == 6
-    assert caught.value.faults[-1] == "... and 495 more such lines"
+    assert len(caught.value.errors) == 6
+    assert caught.value.errors[-1] == "... and 495 more such lines"
 
 
 def test_missing_columns_and_files_are_named(tmp_path):

@@ -10,7 +10,7 @@ import pytest
 from paceline.config.plan import PlanConfig
 from paceline.plan.epoch import plan_epoch
 from paceline.plan.forecast import describe, forecast
-from paceline.plan.measures import batch_totals, lag_correlation, mean_slots, repairing, repeats, step_deviation
+from paceline.plan.metrics import batch_totals, lag_correlation, mean_slots, repairing, repeats, step_deviation
 
 SHAPE = {"num_anchors": 20, "block_size": 4, "seed": 1}
 LENGTHS = np.clip(np.random.default_rng(3).lognormal(5, 0.8, 1500), 3, 2000).astype(int)

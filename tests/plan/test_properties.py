@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.config.plan import PlanConfig, Schedule, Strategy
+from paceline.plan.budget import BatchBudget
 from paceline.plan.epoch import plan_epoch, plan_schedules
-from paceline.plan.limits import Limits
 from paceline.plan.schedules import SCHEDULES
 from paceline.plan.strategies import STRATEGIES
 from paceline.plan.strategies.grid import MOST_GROWTH, grid_classes
@@ -143,7 +143,7 @@ def test_grid_needs_hardly_more_batches_than_sorted(lengths, multiple, class_bat
         config = PlanConfig(strategy=strategy, width_multiple=multiple, grid_class_batches=class_batches)
         made[strategy] = plan_epoch(lengths, None, config, num_anchors=8, block_size=4, seed=0, epoch=0)
     widths = np.unique(-(-lengths // multiple) * multiple)
-    limits = Limits.of(config)
+    limits = BatchBudget.of(config)
     bounds = np.searchsorted(np.sort(-(-lengths // multiple) * multiple), np.append(widths, widths[-1] + 1))
     joint = int(grid_classes(bounds, widths, limits, class_batches).joint.sum())
     assert made["grid"].num_batches <= made["sorted"].num_batches + joint

@@ -8,7 +8,7 @@ import pytest
 
 from paceline.config.plan import PlanConfig
 from paceline.errors import PlanError
-from paceline.plan.sampler import PlanBatchSampler
+from paceline.plan.batch_sampler import PlanBatchSampler
 
 LENGTHS = np.random.default_rng(2).integers(5, 400, 700)
 SMALL = PlanConfig(token_budget=2048, width_multiple=16, accumulate=2)
@@ -126,8 +126,8 @@ def test_planning_imports_no_torch():
     import subprocess
 
     code = (
-        "import sys; from paceline.plan.sampler import PlanBatchSampler; list(PlanBatchSampler([3, 4, 5])); "
-        "import paceline.plan.forecast, paceline.plan.draw, paceline.plan.files, paceline.plan.edges; "
+        "import sys; from paceline.plan.batch_sampler import PlanBatchSampler; list(PlanBatchSampler([3, 4, 5])); "
+        "import paceline.plan.forecast, paceline.plan.plots, paceline.plan.lengths_file, paceline.plan.edges; "
         "assert not {'torch', 'matplotlib', 'pyarrow', 'transformers'} & set(sys.modules), 'heavy import'"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

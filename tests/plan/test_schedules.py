@@ -6,7 +6,7 @@ import pytest
 from paceline.config.plan import PlanConfig
 from paceline.errors import PlanError
 from paceline.plan.epoch import plan_epoch, plan_schedules
-from paceline.plan.measures import batch_totals, cost_spread, lag_correlation, repeats, step_deviation
+from paceline.plan.metrics import batch_totals, cost_spread, lag_correlation, repeats, step_deviation
 
 SHAPE = {"num_anchors": 8, "block_size": 4, "seed": 5}
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from paceline.config.plan import PlanConfig
 from paceline.errors import PlanError
+from paceline.plan.entries import Groups, groups_of_labels, groups_of_tags
 from paceline.plan.epoch import plan_epoch
-from paceline.plan.intake import Groups, groups_of_labels, groups_of_tags
 
 SHAPE = {"num_anchors": 8, "block_size": 4, "seed": 5}
 

@@ -6,20 +6,20 @@ from pathlib import Path
 
 import numpy as np
 
-from paceline.check.bench import Bench
-from paceline.check.findings import Finding
-from paceline.check.material import tokens_of
-from paceline.data.chats import render_prompts
+from paceline.check.context import CheckContext
+from paceline.check.findings import CheckResult
+from paceline.check.sample_data import tokens_of
 from paceline.data.prepare import other_target
 from paceline.data.report import REASONS
 from paceline.data.warn import warnings_of
 from paceline.errors import DataError
+from paceline.evaluate.prompts import render_prompts
 
 LEFT_OUT = 0.05
 """Share of rows left out above which a person should look."""
 
 
-def check_data(bench: Bench) -> Finding:
+def check_data(bench: CheckContext) -> CheckResult:
     """Rows that can be used, and what of them is supervised."""
     material, store = bench.material, bench.material.store
     other = other_target(store.path, bench.facts.identity) if material.whole else None
@@ -29,7 +29,7 @@ def check_data(bench: Bench) -> Finding:
             f"store {store.path}: {len(store):,} samples, {lengths:,} tokens, {supervised / lengths:.1%} supervised"
         )
         figures = {"samples": len(store), "tokens": lengths}
-        return Finding("data", "warn" if other else "pass", detail, other or "", figures)
+        return CheckResult("data", "warn" if other else "pass", detail, other or "", figures)
     report = material.report
     left = report.rows_in - report.rows_used
     share = left / report.rows_in
@@ -40,7 +40,7 @@ def check_data(bench: Bench) -> Finding:
     figures = {"rows_in": report.rows_in, "rows_used": report.rows_used, "tokens": report.tokens}
     warnings = warnings_of(report, bench.settings.data, whole=False)
     if share <= LEFT_OUT and not warnings and not other:
-        return Finding("data", "pass", detail, figures=figures)
+        return CheckResult("data", "pass", detail, figures=figures)
     words = [
         f"{count.count} {REASONS[key]}, first {_origin(bench, count.example)}"
         for key, count in sorted(report.set_aside.items(), key=lambda item: -item[1].count)
@@ -48,20 +48,20 @@ def check_data(bench: Bench) -> Finding:
     advice = "; ".join([*([other] if other else []), *words[:3], *warnings[:2]])
     if words or warnings:
         advice += "; see all with `paceline prepare`"
-    return Finding("data", "warn", detail, advice, figures)
+    return CheckResult("data", "warn", detail, advice, figures)
 
 
-def _origin(bench: Bench, example: str) -> str:
+def _origin(bench: CheckContext, example: str) -> str:
     """Where the user finds a row that was copied into the scratch file."""
     line = example.rpartition(":")[2]
     return bench.material.origins.get(int(line), example) if line.isdigit() else example
 
 
-def check_template(bench: Bench) -> Finding:
+def check_template(bench: CheckContext) -> CheckResult:
     """Whether samples begin as a server would render their prompts, supervised from the answer's first token on."""
     material, settings = bench.material, bench.settings
     if material.chats is None or material.sample is None:
-        return Finding("template", "skipped", "data.train names no files, so there are no chats to render")
+        return CheckResult("template", "skipped", "data.train names no files, so there are no chats to render")
     try:
         prompts = render_prompts(
             [str(material.chats)],
@@ -71,7 +71,7 @@ def check_template(bench: Bench) -> Finding:
             trust_remote_code=settings.target.trust_remote_code,
         )
     except DataError:
-        return Finding("template", "skipped", "the data holds no chats with a question; nothing is rendered")
+        return CheckResult("template", "skipped", "the data holds no chats with a question; nothing is rendered")
     samples: dict[str, list[int]] = {}
     for row in range(len(material.sample)):
         samples.setdefault(Path(material.sample.origin(row)).name, []).append(row)
@@ -86,16 +86,16 @@ def check_template(bench: Bench) -> Finding:
         else:
             first = first or _origin(bench, prompt.id)
     if not compared:
-        return Finding("template", "skipped", "no usable row has a question before its last answer")
+        return CheckResult("template", "skipped", "no usable row has a question before its last answer")
     detail = f"{equal} of {compared} answers continue the prompt that a server renders, token for token"
     figures = {"compared": compared, "equal": equal}
     if equal == compared:
-        return Finding("template", "pass", detail, figures=figures)
+        return CheckResult("template", "pass", detail, figures=figures)
     advice = (
         f"first other: {first}; the drafter would learn behind another prompt than servers send (thinking switch, "
         "tools or system text); set data.thinking as you serve, and look with `paceline prepare --show 2`"
     )
-    return Finding("template", "warn" if equal else "fail", detail, advice, figures)
+    return CheckResult("template", "warn" if equal else "fail", detail, advice, figures)
 
 
 def _continues(prompt: np.ndarray, ids: np.ndarray, mask: np.ndarray) -> bool:
@@ -104,26 +104,26 @@ def _continues(prompt: np.ndarray, ids: np.ndarray, mask: np.ndarray) -> bool:
     return same and bool(mask[end]) and not bool(mask[end - 1])
 
 
-def check_mask_token(bench: Bench) -> Finding:
+def check_mask_token(bench: CheckContext) -> CheckResult:
     """The token of the draft slots: inside the vocabulary, never in text, with an embedding."""
     spec, facts = bench.spec, bench.facts
     token = spec.mask_token_id
     if token >= facts.vocab_size:
         detail = f"id {token} is outside the embedding of {facts.vocab_size} rows"
-        return Finding("mask token", "fail", detail, "give drafter.mask_token_id an unused id below that")
+        return CheckResult("mask token", "fail", detail, "give drafter.mask_token_id an unused id below that")
     used = int((tokens_of(bench.material.store) == token).sum())
     row = bench.target.embedding[token].float()
     figures = {"id": token, "times_in_text": used, "norm": float(row.norm())}
     detail = f"id {token}, {used} times in the text, embedding norm {float(row.norm()):.3g}"
     if token in facts.eos_token_ids:
         advice = "it ends answers, so servers cannot put it into draft slots; give drafter.mask_token_id another id"
-        return Finding("mask token", "fail", detail, advice, figures)
+        return CheckResult("mask token", "fail", detail, advice, figures)
     if used:
         advice = "the drafter could not tell it from text; give drafter.mask_token_id an id that never occurs"
-        return Finding("mask token", "fail", detail, advice, figures)
+        return CheckResult("mask token", "fail", detail, advice, figures)
     if not bool(row.isfinite().all()):
-        return Finding("mask token", "fail", detail, "its embedding is not finite; give another id", figures)
+        return CheckResult("mask token", "fail", detail, "its embedding is not finite; give another id", figures)
     if float(row.norm()) == 0.0:
         advice = "its embedding is all zero, so slots tell nothing of their kind; another unused id may train better"
-        return Finding("mask token", "warn", detail, advice, figures)
-    return Finding("mask token", "pass", detail, figures=figures)
+        return CheckResult("mask token", "warn", detail, advice, figures)
+    return CheckResult("mask token", "pass", detail, figures=figures)

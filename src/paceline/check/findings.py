@@ -9,7 +9,7 @@ Status = Literal["pass", "warn", "fail", "skipped"]
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class CheckResult:
     """The outcome of one check.
 
     Attributes:

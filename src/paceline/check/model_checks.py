@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 import torch
 
-from paceline.check.bench import Bench
-from paceline.check.findings import Finding, duration, size
+from paceline.check.context import CheckContext
+from paceline.check.findings import CheckResult, duration, size
 from paceline.config import EvaluateConfig
+from paceline.decode.session import TargetSession
 from paceline.errors import TargetError
-from paceline.evaluate.run import evaluate
-from paceline.target.guard import TOLERANCE, guard_first_batch
-from paceline.target.session import TargetSession
+from paceline.evaluate.evaluate import evaluate
+from paceline.target_model.tap_guard import TOLERANCE, guard_first_batch
 
 LEARNT, LEARNING = 0.9, 0.5
 """Slot accuracy on the few samples at which the overfit passes, and below which it fails unless the loss halved."""
@@ -21,29 +21,29 @@ PROMPTS, NEW_TOKENS = 4, 32
 """Prompts that are decoded, and the longest answer."""
 
 
-def check_target(bench: Bench) -> Finding:
+def check_target(bench: CheckContext) -> CheckResult:
     """The target loads, and what the drafter shares with it are numbers."""
     target = bench.target
     for name, rows in (("embedding", target.embedding), ("head", target.head)):
         if len(bad := (~torch.isfinite(rows.sum(dim=1, dtype=torch.float32))).nonzero().flatten()):
             detail = f"{len(bad)} rows of its {name}, the first {int(bad[0])}, are not finite"
-            return Finding("target", "fail", detail, "fetch its weights again, or use a wider target.dtype")
+            return CheckResult("target", "fail", detail, "fetch its weights again, or use a wider target.dtype")
     parameters = sum(p.numel() for p in target.model.parameters())
     held = weights_bytes(bench)
     detail = (
         f"{bench.facts.architecture}, {parameters / 1e6:,.1f} M parameters, {size(held)} in "
         f"{str(target.dtype).removeprefix('torch.')} on {target.device}, loaded in {duration(bench.load_seconds)}"
     )
-    return Finding("target", "pass", detail, figures={"parameters": parameters, "bytes": held})
+    return CheckResult("target", "pass", detail, figures={"parameters": parameters, "bytes": held})
 
 
-def weights_bytes(bench: Bench) -> int:
+def weights_bytes(bench: CheckContext) -> int:
     """Bytes of the loaded target's parameters and buffers."""
     model = bench.target.model
     return sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers()))
 
 
-def check_taps(bench: Bench) -> Finding:
+def check_taps(bench: CheckContext) -> CheckResult:
     """The tap guard on a small real batch."""
     found = guard_first_batch(bench.target, bench.few)
     rms = {entry.layer: entry.rms for entry in found}
@@ -53,7 +53,7 @@ def check_taps(bench: Bench) -> Finding:
         f"layers {', '.join(f'{layer} (RMS {value:.3g})' for layer, value in rms.items())}; batch against alone "
         f"{error:.1e}; the neighbouring layer differs by {change:.1%}"
     )
-    return Finding("taps", "pass", detail, figures={"rms": rms, "batch_error": error, "shift_change": change})
+    return CheckResult("taps", "pass", detail, figures={"rms": rms, "batch_error": error, "shift_change": change})
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class Overfit:
     seconds: float
 
 
-def check_overfit(bench: Bench) -> Finding:
+def check_overfit(bench: CheckContext) -> CheckResult:
     """A new drafter learns a few samples by heart, with the run's own objective and optimizer."""
     found = overfit(bench)
     detail = (
@@ -76,18 +76,18 @@ def check_overfit(bench: Bench) -> Finding:
     )
     figures = {"first": found.first, "last": found.last, "accuracy": found.accuracy, "steps": found.steps}
     if found.accuracy >= LEARNT:
-        return Finding("overfit", "pass", detail, figures=figures)
+        return CheckResult("overfit", "pass", detail, figures=figures)
     if found.steps < bench.limits.steps and found.last < found.first:
         advice = f"it ran out of its {duration(bench.limits.seconds)} while the loss fell; give --seconds more"
-        return Finding("overfit", "warn", detail, advice, figures)
+        return CheckResult("overfit", "warn", detail, advice, figures)
     if found.accuracy >= LEARNING or found.last < 0.5 * found.first:
         advice = "it learns, slowly; try another optimizer.lr (its schedule is squeezed into these steps)"
-        return Finding("overfit", "warn", detail, advice, figures)
+        return CheckResult("overfit", "warn", detail, advice, figures)
     advice = "a drafter that cannot learn a few samples will not learn many: look at optimizer.lr, clip_norm, objective"
-    return Finding("overfit", "fail", detail, advice, figures)
+    return CheckResult("overfit", "fail", detail, advice, figures)
 
 
-def overfit(bench: Bench) -> Overfit:
+def overfit(bench: CheckContext) -> Overfit:
     """Train on the same small batch until it is learnt, the steps are done, or the time is up."""
     learner, began = bench.learner, time.perf_counter()
     losses: list[float] = []
@@ -110,7 +110,7 @@ class _Prompt:
 
 
 @torch.no_grad()
-def session_error(bench: Bench) -> float:
+def session_error(bench: CheckContext) -> float:
     """Largest relative difference, over tokens and taps, between the states that decoding sees and those of training.
 
     A sample is read in two pieces, with wrong tokens read and taken back between them, as rejected drafts are. In 16
@@ -143,13 +143,13 @@ def session_error(bench: Bench) -> float:
     return float(torch.stack(errors).max())
 
 
-def check_decode(bench: Bench) -> Finding:
+def check_decode(bench: CheckContext) -> CheckResult:
     """Real decoding with the overfitted drafter: the target's own answers, and the drafts of the training forward."""
     error = session_error(bench)
     if not error <= TOLERANCE[bench.target.dtype]:
         detail = f"decoding sees other states than training: relative difference {error:.2g}"
         advice = "the target's cache does not give what its plain forward gives; acceptance will not follow training"
-        return Finding("decoding", "fail", detail, advice, {"state_error": error})
+        return CheckResult("decoding", "fail", detail, advice, {"state_error": error})
     prompts = []
     for row, (ids, mask) in zip(
         bench.few.host.planned.rows, bench.material.store.read(bench.few.host.planned.rows), strict=True
@@ -158,7 +158,7 @@ def check_decode(bench: Bench) -> Finding:
         if start:
             prompts.append(_Prompt(bench.material.store.origin(int(row)), [int(token) for token in ids[:start]]))
     if not prompts:
-        return Finding("decoding", "skipped", "every sample begins with supervised text; there are no prompts")
+        return CheckResult("decoding", "skipped", "every sample begins with supervised text; there are no prompts")
     network = bench.learner.network.to(bench.target.device).eval()
     settings = EvaluateConfig(num_prompts=PROMPTS, max_new_tokens=NEW_TOKENS)
     report = evaluate(bench.target, network, prompts, settings)
@@ -172,12 +172,12 @@ def check_decode(bench: Bench) -> Finding:
     figures = {
         "tau": report.tau_micro,
         "training_tau": report.training_tau,
-        "faults": lossless.faults,
+        "errors": lossless.errors,
         "state_error": error,
     }
-    if lossless.faults:
+    if lossless.errors:
         advice = "speculative and plain decoding differ by more than rounding; do not serve this pair"
-        return Finding("decoding", "fail", detail, advice, figures)
+        return CheckResult("decoding", "fail", detail, advice, figures)
     if report.training_agrees is False:
         exact = bench.target.dtype in (torch.float32, torch.float64)
         advice = (
@@ -185,5 +185,5 @@ def check_decode(bench: Bench) -> Finding:
             if exact
             else "in 16 bits a few blocks may differ; check again with --target.dtype float32"
         )
-        return Finding("decoding", "fail" if exact else "warn", detail, advice, figures)
-    return Finding("decoding", "pass", detail, figures=figures)
+        return CheckResult("decoding", "fail" if exact else "warn", detail, advice, figures)
+    return CheckResult("decoding", "pass", detail, figures=figures)

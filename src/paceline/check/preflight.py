@@ -10,46 +10,46 @@ from pathlib import Path
 
 import torch
 
-from paceline.check.bench import Bench, Limits
+from paceline.check.context import CheckContext, CheckLimits
 from paceline.check.data_checks import check_data, check_mask_token, check_template
-from paceline.check.findings import Finding
+from paceline.check.findings import CheckResult
 from paceline.check.model_checks import check_decode, check_overfit, check_taps, check_target
 from paceline.check.run_checks import check_memory, check_plan, check_split, check_time
-from paceline.checkpoint import rundir
-from paceline.checkpoint.store import steps
-from paceline.compose import check_support
+from paceline.checkpoint import run_directory
+from paceline.checkpoint.checkpoints import steps
 from paceline.config import Settings
 from paceline.errors import PacelineError
-from paceline.warm import check_init
+from paceline.run.build import check_support
+from paceline.run.warm_start import check_init
 
 
-def check_settings(bench: Bench) -> Finding:
+def check_settings(bench: CheckContext) -> CheckResult:
     """Devices and combinations of settings; the run directory, whether it is this run's or free."""
     check_support(bench.settings)
     flow, run_dir = bench.settings.flow, Path(bench.settings.run_dir)
-    rundir.check_run(bench.settings)
-    rundir.check_writable(run_dir)
+    run_directory.check_run(bench.settings)
+    run_directory.check_writable(run_dir)
     detail = f"{flow.mode}: {flow.target_devices} → {flow.drafter_devices}"
-    if rundir.is_run_directory(run_dir):
+    if run_directory.is_run_directory(run_dir):
         detail += f"; goes on with the run there, at step {max(steps(run_dir), default=0)}"
-    return Finding("settings", "pass", detail)
+    return CheckResult("settings", "pass", detail)
 
 
-def check_drafter(bench: Bench) -> Finding:
+def check_drafter(bench: CheckContext) -> CheckResult:
     """Configuration of the target, taps and drafter, from files alone."""
     facts, taps, spec = bench.resolved
     settings, run_dir = bench.settings, Path(bench.settings.run_dir)
-    rundir.check_run(settings, {"drafter": spec.to_dict(), "target": dict(facts.identity)})
+    run_directory.check_run(settings, {"drafter": spec.to_dict(), "target": dict(facts.identity)})
     if settings.drafter.init is not None and not steps(run_dir):
         check_init(settings.drafter.init, spec, settings.target.path)
     detail = (
         f"{spec.num_layers} layers, block {spec.block_size}, hidden {spec.hidden_size}, for {facts.architecture} with "
         f"{facts.num_layers} layers, taps {taps}"
     )
-    return Finding("drafter", "pass", detail)
+    return CheckResult("drafter", "pass", detail)
 
 
-CHECKS: dict[str, tuple[Callable[[Bench], Finding], tuple[str, ...]]] = {
+CHECKS: dict[str, tuple[Callable[[CheckContext], CheckResult], tuple[str, ...]]] = {
     "settings": (check_settings, ()),
     "drafter": (check_drafter, ("settings",)),
     "data": (check_data, ("drafter",)),
@@ -67,7 +67,9 @@ CHECKS: dict[str, tuple[Callable[[Bench], Finding], tuple[str, ...]]] = {
 """Name → the check, and the checks that must not have failed."""
 
 
-def preflight(settings: Settings, limits: Limits, hear: Callable[[str, Finding | None], None]) -> list[Finding]:
+def preflight(
+    settings: Settings, limits: CheckLimits, hear: Callable[[str, CheckResult | None], None]
+) -> list[CheckResult]:
     """Run all checks of a run.
 
     Args:
@@ -79,23 +81,25 @@ def preflight(settings: Settings, limits: Limits, hear: Callable[[str, Finding |
         A finding for each check, in order. Nothing of the run is written: what has to be made lies in a scratch folder.
     """
     torch.set_num_threads(settings.flow.threads)
-    findings: dict[str, Finding] = {}
+    findings: dict[str, CheckResult] = {}
     with tempfile.TemporaryDirectory(prefix="paceline-check-") as folder:
-        bench = Bench(settings, Path(folder), limits)
+        bench = CheckContext(settings, Path(folder), limits)
         for name, (check, needs) in CHECKS.items():
             hear(name, None)
             began = time.perf_counter()
             broken = [need for need in needs if findings[need].status in ("fail", "skipped")]
-            finding = Finding(name, "skipped", f"needs {', '.join(broken)}") if broken else _run(name, check, bench)
+            finding = CheckResult(name, "skipped", f"needs {', '.join(broken)}") if broken else _run(name, check, bench)
             findings[name] = replace(finding, seconds=time.perf_counter() - began)
             hear(name, findings[name])
     return list(findings.values())
 
 
-def _run(name: str, check: Callable[[Bench], Finding], bench: Bench) -> Finding:
+def _run(name: str, check: Callable[[CheckContext], CheckResult], bench: CheckContext) -> CheckResult:
     try:
         return check(bench)
-    except PacelineError as fault:
-        return Finding(name, "fail", "; ".join(fault.faults))
-    except torch.OutOfMemoryError as fault:
-        return Finding(name, "fail", str(fault).splitlines()[0], "give the roles other devices, or lower the budgets")
+    except PacelineError as error:
+        return CheckResult(name, "fail", "; ".join(error.errors))
+    except torch.OutOfMemoryError as error:
+        return CheckResult(
+            name, "fail", str(error).splitlines()[0], "give the roles other devices, or lower the budgets"
+        )

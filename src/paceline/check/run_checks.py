@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from paceline.check import budget
-from paceline.check.bench import Bench
-from paceline.check.findings import Finding, duration, size
-from paceline.check.material import collated
+from paceline.check import memory_budget
+from paceline.check.context import CheckContext
+from paceline.check.findings import CheckResult, duration, size
 from paceline.check.model_checks import weights_bytes
+from paceline.check.sample_data import collated
 from paceline.config import devices_of
-from paceline.contracts import FeatureBatch
 from paceline.drafter.learner import Learner
+from paceline.types import FeatureBatch
 
 ROOM = 0.9
 """Share of a device's memory above which a run is close to the edge."""
@@ -27,14 +27,14 @@ TIMED = (25, 50, 75)
 """Percentiles of the padded tokens at which batches are timed."""
 
 
-def largest(bench: Bench) -> list[int]:
+def largest(bench: CheckContext) -> list[int]:
     """Places of the batches with most padded tokens and with most draft positions."""
     padded = [batch.padded_tokens for batch in bench.batches]
     positions = [batch.draft_positions for batch in bench.batches]
     return list(dict.fromkeys([int(np.argmax(padded)), int(np.argmax(positions))]))
 
 
-def check_plan(bench: Bench) -> Finding:
+def check_plan(bench: CheckContext) -> CheckResult:
     """The epoch in figures."""
     plan, share = bench.plan, bench.material.share
     padded = sum(batch.padded_tokens for batch in bench.batches)
@@ -46,12 +46,12 @@ def check_plan(bench: Bench) -> Finding:
     )
     figures = {"batches": plan.num_batches, "windows": plan.num_windows, "efficiency": real / padded, "share": share}
     if bench.material.whole:
-        return Finding("plan", "pass", detail, figures=figures)
+        return CheckResult("plan", "pass", detail, figures=figures)
     advice = "`paceline prepare` and `paceline plan` show the whole epoch"
-    return Finding("plan", "pass", detail, advice, figures)
+    return CheckResult("plan", "pass", detail, advice, figures)
 
 
-def train_once(bench: Bench, learner: Learner, index: int, step: int) -> tuple[float, float, FeatureBatch]:
+def train_once(bench: CheckContext, learner: Learner, index: int, step: int) -> tuple[float, float, FeatureBatch]:
     """Seconds of the target's and of the drafter's work on one batch of the plan, optimizer step included."""
     anchors = bench.settings.drafter.num_anchors
     host = collated(bench.batches[index], bench.material.store, bench.facts, bench.settings.seed, anchors)
@@ -66,20 +66,20 @@ def train_once(bench: Bench, learner: Learner, index: int, step: int) -> tuple[f
     return middle - began, time.perf_counter() - middle, features
 
 
-def check_memory(bench: Bench) -> Finding:
+def check_memory(bench: CheckContext) -> CheckResult:
     """The bytes that the run needs against the devices, and the largest planned batch run for real."""
     settings, places = bench.settings, largest(bench)
     batches = [bench.batches[index] for index in places]
-    load = budget.Load(
+    load = memory_budget.Load(
         max(batch.real_tokens for batch in batches),
         max(batch.padded_tokens for batch in batches),
         max(batch.draft_positions for batch in batches),
     )
-    target = budget.target_bytes(weights_bytes(bench), bench.facts, bench.spec, settings, load)
-    drafter = budget.drafter_bytes(bench.facts, bench.spec, settings, load)
-    pool = budget.pool_bytes(bench.facts, bench.spec, settings, load)
-    verifier = budget.verifier_bytes(weights_bytes(bench), bench.spec, settings)
-    figures: dict[str, Any] = {"target": target, "drafter": drafter, "verifier": verifier, "pool": pool}
+    target = memory_budget.target_bytes(weights_bytes(bench), bench.facts, bench.spec, settings, load)
+    drafter = memory_budget.drafter_bytes(bench.facts, bench.spec, settings, load)
+    pool = memory_budget.pool_bytes(bench.facts, bench.spec, settings, load)
+    evaluator = memory_budget.evaluator_bytes(weights_bytes(bench), bench.spec, settings)
+    figures: dict[str, Any] = {"target": target, "drafter": drafter, "evaluator": evaluator, "pool": pool}
     bench.__dict__.pop("learner", None)
     learner = bench.new_learner(max(2, len(places)))
     try:
@@ -91,35 +91,35 @@ def check_memory(bench: Bench) -> Finding:
             "drafter.positions_per_pass or plan.draft_position_budget for the drafter"
         )
         detail = f"the largest batch ({load.padded:,} padded tokens, {load.positions:,} draft positions) does not fit"
-        return Finding("memory", "fail", detail, advice, figures)
-    planned = budget.by_device(settings, target, drafter, verifier)
+        return CheckResult("memory", "fail", detail, advice, figures)
+    planned = memory_budget.by_device(settings, target, drafter, evaluator)
     measured = _peaks(bench)
     figures |= {"planned": planned, "measured": measured}
     detail = (
         f"largest batch ran ({load.padded:,} padded tokens, {load.positions:,} draft positions); "
         + "; ".join(
-            f"{device} needs {size(needed)} of {size(budget.device_memory(device))}"
+            f"{device} needs {size(needed)} of {size(memory_budget.device_memory(device))}"
             for device, needed in planned.items()
         )
         + f"; measured {', '.join(f'{where} {size(held)}' for where, held in measured.items())}"
         + f"; shared memory {size(pool)}"
     )
-    tight = [name for name, needed in planned.items() if needed > ROOM * budget.device_memory(name)]
-    free = budget.shared_memory()
+    tight = [name for name, needed in planned.items() if needed > ROOM * memory_budget.device_memory(name)]
+    free = memory_budget.shared_memory()
     if settings.flow.mode == "pipeline" and free is not None and pool > free:
         advice = f"shared memory has {size(free)} free; lower flow.pool_buffers or plan.token_budget, or give it more"
-        return Finding("memory", "fail", detail, advice, figures)
+        return CheckResult("memory", "fail", detail, advice, figures)
     if tight:
         advice = f"{', '.join(tight)}: above {ROOM:.0%}: target {_parts(target)}; drafter {_parts(drafter)}"
-        return Finding("memory", "warn", detail, advice, figures)
-    return Finding("memory", "pass", detail, figures=figures)
+        return CheckResult("memory", "warn", detail, advice, figures)
+    return CheckResult("memory", "pass", detail, figures=figures)
 
 
 def _parts(needed: dict[str, int]) -> str:
     return ", ".join(f"{name} {size(held)}" for name, held in needed.items())
 
 
-def _peaks(bench: Bench) -> dict[str, int]:
+def _peaks(bench: CheckContext) -> dict[str, int]:
     """Most bytes held, by device; this process's resident memory for the CPU."""
     flow = bench.settings.flow
     names = (*devices_of(flow.target_devices[0]), flow.drafter_devices[0])
@@ -130,7 +130,7 @@ def _peaks(bench: Bench) -> dict[str, int]:
     return peaks
 
 
-def check_time(bench: Bench) -> Finding:
+def check_time(bench: CheckContext) -> CheckResult:
     """Time of the whole run from a few timed batches."""
     plan, settings = bench.plan, bench.settings
     order = np.argsort([batch.padded_tokens for batch in bench.batches], kind="stable")
@@ -151,11 +151,13 @@ def check_time(bench: Bench) -> Finding:
     drafted = epochs * sum(batch.draft_positions for batch in bench.batches)
     bench.target_s, bench.drafter_s = target_s / tokens * real, drafter_s / positions * drafted
     flow = settings.flow
-    apart = flow.mode == "pipeline" and not budget.overlapping(flow.target_devices, flow.drafter_devices, flow.threads)
+    apart = flow.mode == "pipeline" and not memory_budget.overlapping(
+        flow.target_devices, flow.drafter_devices, flow.threads
+    )
     targets, drafters = len(flow.target_devices), len(flow.drafter_devices)
     seconds = bench.target_s / targets + bench.drafter_s / drafters
     if apart:
-        seconds = budget.wall_seconds(targets, drafters, bench.target_s, bench.drafter_s)
+        seconds = memory_budget.wall_seconds(targets, drafters, bench.target_s, bench.drafter_s)
     spread = {device for worker in flow.target_devices for device in devices_of(worker)}
     devices = len({*spread, *flow.drafter_devices})
     figures = {
@@ -173,27 +175,27 @@ def check_time(bench: Bench) -> Finding:
         detail += f", cost {figures['cost']:,.2f}"
     if not bench.material.whole:
         detail += "; reckoned from some rows"
-    return Finding("time", "pass", detail, figures=figures)
+    return CheckResult("time", "pass", detail, figures=figures)
 
 
-def check_split(bench: Bench) -> Finding:
+def check_split(bench: CheckContext) -> CheckResult:
     """Whether the devices are split between the roles as their work is."""
     flow = bench.settings.flow
     targets, drafters = len(flow.target_devices), len(flow.drafter_devices)
     share = bench.target_s / (bench.target_s + bench.drafter_s)
-    if flow.mode == "inline" or budget.overlapping(flow.target_devices, flow.drafter_devices, flow.threads):
+    if flow.mode == "inline" or memory_budget.overlapping(flow.target_devices, flow.drafter_devices, flow.threads):
         detail = f"the target does {share:.0%} of the work; both roles take turns on the same processors"
-        return Finding("split", "pass", detail, figures={"target_share": share})
-    ours = budget.wall_seconds(targets, drafters, bench.target_s, bench.drafter_s)
+        return CheckResult("split", "pass", detail, figures={"target_share": share})
+    ours = memory_budget.wall_seconds(targets, drafters, bench.target_s, bench.drafter_s)
     per_target = len(devices_of(flow.target_devices[0]))
-    best = budget.best_split(targets * per_target + drafters, bench.target_s, bench.drafter_s, per_target)
+    best = memory_budget.best_split(targets * per_target + drafters, bench.target_s, bench.drafter_s, per_target)
     slower = "target" if bench.target_s / targets > bench.drafter_s / drafters else "drafter"
     detail = f"{targets} target, {drafters} drafter; the {slower} stage will be the bottleneck"
     figures = {"target_share": share, "best_targets": best.targets, "best_drafters": best.drafters}
     if ours <= CLOSE * best.seconds:
-        return Finding("split", "pass", detail, figures=figures)
+        return CheckResult("split", "pass", detail, figures=figures)
     advice = (
         f"{best.targets} flow.target_devices and {best.drafters} flow.drafter_devices would be "
         f"{ours / best.seconds:.1f}x as fast (the number of drafter ranks also multiplies the micro-batches of a step)"
     )
-    return Finding("split", "warn", detail, advice, figures)
+    return CheckResult("split", "warn", detail, advice, figures)

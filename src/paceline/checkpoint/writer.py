@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from paceline.checkpoint import store
+from paceline.checkpoint import checkpoints
 from paceline.checkpoint.retention import Best
 from paceline.config import CheckpointConfig
 
@@ -38,7 +38,7 @@ class CheckpointWriter:
         self._run_dir, self._config, self._best = run_dir, config, best
         self._note, self._export = dict(note or {}), export
         self._thread: threading.Thread | None = None
-        self._fault: Exception | None = None
+        self._error: Exception | None = None
         self._newest: int | None = None
         self._spare: dict[str, Any] | None = None
 
@@ -67,7 +67,7 @@ class CheckpointWriter:
         if step == self._newest:
             return
         if self._newest is None:
-            store.clear_unfinished(self._run_dir)
+            checkpoints.clear_unfinished(self._run_dir)
         self._newest, self._spare = step, dict(state)
         arguments = (step, state, {**self._note, **(note or {})})
         self._thread = threading.Thread(target=self._write, args=arguments, name="paceline checkpoint", daemon=True)
@@ -79,9 +79,9 @@ class CheckpointWriter:
         Raises:
             PacelineError: a write has failed since the last look.
         """
-        fault, self._fault = self._fault, None
-        if fault is not None:
-            raise fault
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
 
     def wait(self) -> None:
         """Until everything is on disk.
@@ -97,7 +97,7 @@ class CheckpointWriter:
     def _write(self, step: int, state: Mapping[str, Any], note: Mapping[str, Any]) -> None:
         config = self._config
         try:
-            store.write_checkpoint(
+            checkpoints.write_checkpoint(
                 self._run_dir,
                 step,
                 state,
@@ -108,5 +108,5 @@ class CheckpointWriter:
             )
             if self._export is not None:
                 self._export(step, state["network"])
-        except Exception as fault:  # noqa: BLE001 - raised by the next look
-            self._fault = fault
+        except Exception as error:  # noqa: BLE001 - raised by the next look
+            self._error = error

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 COMMANDS = {
     "demo": "the whole path on an embedded small target: prepare, plan, train, evaluate, export, report",
-    "prepare": "chats to a tokenised store with loss masks and lengths",
+    "prepare": "chats to a tokenized store with loss masks and lengths",
     "regenerate": "answers to prompts by the target itself",
     "plan": "dry run: buckets, padding, windows",
     "check": "pre-flight of one run: target, data, memory, time; each line passes, warns or fails",
@@ -49,12 +49,12 @@ def _run(words: list[str]) -> int:
 
         sys.stdout.write(f"paceline {__version__}\n")
         return 0
-    from paceline.cli import frame
+    from paceline.cli import command
 
     if words[0] not in COMMANDS:
         from paceline.config import suggestion
 
-        frame.stderr.print(f"[bold red]error:[/] {words[0]}: unknown command; {suggestion(words[0], list(COMMANDS))}")
+        command.stderr.print(f"[bold red]error:[/] {words[0]}: unknown command; {suggestion(words[0], list(COMMANDS))}")
         return 2
     module = importlib.import_module(f"paceline.cli.{words[0]}")
-    return frame.guarded(module.run, words[1:])
+    return command.guarded(module.run, words[1:])

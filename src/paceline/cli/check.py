@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 from rich.text import Text
 
-from paceline.checkpoint.rundir import is_run_directory, read_run_settings
-from paceline.cli import frame
+from paceline.checkpoint.run_directory import is_run_directory, read_run_settings
+from paceline.cli import command
 from paceline.errors import ConfigError
 
 if TYPE_CHECKING:
-    from paceline.check.findings import Finding
+    from paceline.check.findings import CheckResult
 
 DESCRIPTION = """Check one run before it is started: target, taps, chat template, masks, mask token, an overfit of a few
 samples, real decoding, the largest batch, memory, time, cost, and how to split the devices. Each line passes, warns or
@@ -36,7 +36,7 @@ class Arguments:
     run: Annotated[Path, tyro.conf.Positional]
     """Settings file of a run, or a run directory."""
     rows: int = 256
-    """About how many rows of the training files are tokenised."""
+    """About how many rows of the training files are tokenized."""
     seconds: float = 120.0
     """Longest time of the overfit."""
     price: float | None = None
@@ -47,39 +47,39 @@ class Arguments:
 
 def run(argv: Sequence[str]) -> int:
     """Check; exit code 1 when a check fails."""
-    arguments, overrides = frame.parse(Arguments, argv, prog="paceline check", description=DESCRIPTION, settings=True)
-    faults = [
+    arguments, overrides = command.parse(Arguments, argv, prog="paceline check", description=DESCRIPTION, settings=True)
+    errors = [
         f"--{name} {value}: must be more than 0"
         for name, value in (("rows", arguments.rows), ("seconds", arguments.seconds), ("price", arguments.price))
         if value is not None and not value > 0
     ]
-    if faults:
-        raise ConfigError(*faults)
+    if errors:
+        raise ConfigError(*errors)
     if is_run_directory(arguments.run):
         settings = read_run_settings(arguments.run, overrides)
     else:
-        settings = frame.read_settings(str(arguments.run), overrides)
-    from paceline.check.bench import Limits
+        settings = command.read_settings(str(arguments.run), overrides)
+    from paceline.check.context import CheckLimits
     from paceline.check.preflight import preflight
 
-    limits = Limits(rows=arguments.rows, seconds=arguments.seconds, price=arguments.price)
-    with frame.stderr.status("checking") as status:
+    limits = CheckLimits(rows=arguments.rows, seconds=arguments.seconds, price=arguments.price)
+    with command.stderr.status("checking") as status:
 
-        def hear(name: str, finding: Finding | None) -> None:
+        def hear(name: str, finding: CheckResult | None) -> None:
             status.update(f"checking {name}")
             if finding is not None and not arguments.json:
-                frame.stdout.print(draw(finding))
+                command.stdout.print(draw(finding))
 
         findings = preflight(settings, limits, hear)
     failed = sum(finding.status == "fail" for finding in findings)
     if arguments.json:
-        frame.write_json([finding.to_json() for finding in findings])
+        command.write_json([finding.to_json() for finding in findings])
     else:
-        frame.stdout.print(_summary(findings))
+        command.stdout.print(_summary(findings))
     return 1 if failed else 0
 
 
-def draw(finding: Finding) -> Text:
+def draw(finding: CheckResult) -> Text:
     """A finding as a line or two."""
     text = Text()
     text.append(f"{finding.status:<8}", style=STYLES[finding.status])
@@ -92,7 +92,7 @@ def draw(finding: Finding) -> Text:
     return text
 
 
-def _summary(findings: Sequence[Finding]) -> str:
+def _summary(findings: Sequence[CheckResult]) -> str:
     counts = {status: sum(finding.status == status for finding in findings) for status in STYLES}
     seconds = sum(finding.seconds for finding in findings)
     said = ", ".join(f"{count} {status}" for status, count in counts.items() if count)

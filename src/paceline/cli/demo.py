@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 from rich.markup import escape
 from rich.table import Table
 
-from paceline.checkpoint.hold import hold_run
-from paceline.cli import frame
+from paceline.checkpoint.run_lock import hold_run
+from paceline.cli import command
 from paceline.config import Settings, load_settings
 from paceline.errors import PacelineError
 
 if TYPE_CHECKING:
-    from paceline.compose import Composition
+    from paceline.run.build import Run
 
 DESCRIPTION = """The whole path on an embedded small target and its own chats, on the CPU in a few minutes:
 prepare, plan, train through the process pipeline, evaluate, export, report.
@@ -40,7 +40,7 @@ class Arguments:
 
 def run(argv: Sequence[str]) -> int:
     """Walk the whole path; exit code 1 when an answer differs from the target's own."""
-    arguments, overrides = frame.parse(Arguments, argv, prog="paceline demo", description=DESCRIPTION, settings=True)
+    arguments, overrides = command.parse(Arguments, argv, prog="paceline demo", description=DESCRIPTION, settings=True)
     settings = demo_settings(arguments, overrides)
     with hold_run(Path(settings.run_dir)):
         return _walk(settings)
@@ -51,19 +51,19 @@ def _walk(settings: Settings) -> int:
     from paceline.cli.train import ready_store, show_run
 
     ready_store(settings)
-    from paceline.compose import compose
+    from paceline.run.build import build_run
     from paceline.train import train
 
     _headline(2, "plan", "an epoch before it is run")
-    composition = compose(settings)
+    composition = build_run(settings)
     _show_forecast(composition)
 
     _headline(3, "train", "a target process and a drafter process, joined by the buffer pool")
     _evaluate_once(composition.run_dir, settings, step=0, title="before training")
     show_run(composition)
-    outcome = train(composition, notice=frame.notice, console=frame.stderr)
+    outcome = train(composition, notice=command.notice, console=command.stderr)
     if outcome.stopped:
-        frame.stderr.print(f"stopped at step {outcome.step}; go on with: paceline demo --run-dir {settings.run_dir}")
+        command.stderr.print(f"stopped at step {outcome.step}; go on with: paceline demo --run-dir {settings.run_dir}")
         return 0
 
     _headline(4, "evaluate", "held-out prompts, decoded speculatively and checked against the target's own answers")
@@ -75,7 +75,7 @@ def _walk(settings: Settings) -> int:
     folder = export_run(composition.run_dir)
 
     _headline(6, "report", "one HTML file")
-    from paceline.observe.report import write_report
+    from paceline.report.report import write_report
 
     report = write_report(composition.run_dir)
     _summary(composition.run_dir, folder, report)
@@ -99,19 +99,19 @@ def demo_settings(arguments: Arguments, overrides: dict[str, str]) -> Settings:
 
 
 def _headline(number: int, name: str, text: str) -> None:
-    frame.stderr.print(f"\n[bold]{number} {name}[/]  {escape(text)}")
+    command.stderr.print(f"\n[bold]{number} {name}[/]  {escape(text)}")
 
 
-def _show_forecast(composition: Composition) -> None:
+def _show_forecast(composition: Run) -> None:
     from paceline.cli.plan_view import histogram, render
-    from paceline.compose import epoch_plan
     from paceline.plan.forecast import describe
+    from paceline.run.build import epoch_plan
 
     run = composition
     epochs = run.settings.train.epochs
     plans = [epoch_plan(run.settings, run.spec, run.source, epoch) for epoch in range(max(epochs, 2))]
     forecast = describe(plans[0], plans[1], [plan.num_windows for plan in plans[2:]], epochs)
-    frame.stderr.print(render(forecast, histogram=histogram(plans[0])))
+    command.stderr.print(render(forecast, histogram=histogram(plans[0])))
 
 
 def _evaluate_once(run_dir: Path, settings: Settings, *, step: int, title: str) -> None:
@@ -120,19 +120,19 @@ def _evaluate_once(run_dir: Path, settings: Settings, *, step: int, title: str) 
     Raises:
         PacelineError: a trained drafter's answer differs from the target's own.
     """
-    from paceline.checkpoint import rundir, store
+    from paceline.checkpoint import checkpoints, run_directory
     from paceline.cli.evaluate import evaluate_drafter
     from paceline.drafter.network import Drafter
     from paceline.drafter.spec import DrafterSpec
 
-    if step in {entry["step"] for entry in rundir.read_evaluations(run_dir)}:
+    if step in {entry["step"] for entry in run_directory.read_evaluations(run_dir)}:
         return
-    spec = DrafterSpec.from_dict(rundir.read_run_facts(run_dir)["drafter"])
+    spec = DrafterSpec.from_dict(run_directory.read_run_facts(run_dir)["drafter"])
     network = Drafter(spec, seed=settings.seed)
     if step:
-        network.load_state_dict(store.load_drafter(run_dir, step)[1])
+        network.load_state_dict(checkpoints.load_drafter(run_dir, step)[1])
     report = evaluate_drafter(settings, network, title=title, check_lossless=step > 0)
-    rundir.add_evaluation(run_dir, step, report.to_json())
+    run_directory.add_evaluation(run_dir, step, report.to_json())
     lossless = report.lossless
     if lossless is not None and lossless.equal != lossless.prompts:
         raise PacelineError(
@@ -141,8 +141,8 @@ def _evaluate_once(run_dir: Path, settings: Settings, *, step: int, title: str) 
 
 
 def _summary(run_dir: Path, folder: Path, report: Path) -> None:
-    from paceline.checkpoint.rundir import read_evaluations
-    from paceline.observe.history import read_history
+    from paceline.checkpoint.run_directory import read_evaluations
+    from paceline.observe.run_history import read_history
 
     history, (before, *_, after) = read_history(run_dir), read_evaluations(run_dir)
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
@@ -162,9 +162,9 @@ def _summary(run_dir: Path, folder: Path, report: Path) -> None:
     ]
     for name, value in rows:
         table.add_row(name, escape(str(value)))
-    frame.stdout.print()
-    frame.stdout.print(table)
-    frame.stdout.print(
+    command.stdout.print()
+    command.stdout.print(table)
+    command.stdout.print(
         "\nThe same with your own model (settings: examples/ or `paceline train --help`):\n"
         "  paceline regenerate prompts.jsonl --target MODEL --local --out chats.jsonl\n"
         "  paceline train run.yaml\n"

@@ -12,8 +12,14 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from paceline.checkpoint.rundir import EVALUATION, add_evaluation, is_run_directory, read_run_facts, read_run_settings
-from paceline.cli import frame
+from paceline.checkpoint.run_directory import (
+    EVALUATION,
+    add_evaluation,
+    is_run_directory,
+    read_run_facts,
+    read_run_settings,
+)
+from paceline.cli import command
 from paceline.config import Settings
 from paceline.errors import ConfigError
 
@@ -54,7 +60,7 @@ class Arguments:
     lossless: bool = True
     """Also decode plainly, and compare."""
     other_target: bool = False
-    """Decode although the target is not the one that a drafter's folder names: fine-tuned since, or quantised."""
+    """Decode although the target is not the one that a drafter's folder names: fine-tuned since, or quantized."""
     plot: Path | None = None
     """Also draw acceptance by slot, accepted lengths, τ by tag and by context length: a .png or .svg file."""
     json: bool = False
@@ -63,13 +69,13 @@ class Arguments:
 
 def run(argv: Sequence[str]) -> int:
     """Evaluate; exit code 1 when an answer differs from the target's own by more than rounding."""
-    arguments, overrides = frame.parse(
+    arguments, overrides = command.parse(
         Arguments, argv, prog="paceline evaluate", description=DESCRIPTION, settings=True
     )
     if not arguments.drafters:
         raise ConfigError("DRAFTERS: none given; name a run directory or a drafter folder")
     if arguments.plot is not None:
-        from paceline.evaluate.draw import check_kind
+        from paceline.evaluate.plots import check_kind
 
         check_kind(arguments.plot)
     _check_device(arguments.device)
@@ -85,20 +91,20 @@ def run(argv: Sequence[str]) -> int:
         )
         reports[str(path)] = report
         for line in report.set_aside:
-            frame.stderr.print(escape(line), soft_wrap=True)
+            command.stderr.print(escape(line), soft_wrap=True)
         if at is not None and arguments.prompts is None:
             add_evaluation(path, at, report.to_json())
-            frame.stderr.print(f"noted in {escape(str(path / EVALUATION))}")
+            command.stderr.print(f"noted in {escape(str(path / EVALUATION))}")
     if arguments.json:
-        frame.write_json({name: report.to_json() for name, report in reports.items()})
+        command.write_json({name: report.to_json() for name, report in reports.items()})
     else:
         show(reports)
     if arguments.plot is not None:
-        from paceline.evaluate.draw import draw_evaluations
+        from paceline.evaluate.plots import draw_evaluations
 
         draw_evaluations(reports, arguments.plot)
-        frame.stderr.print(f"drawn: {escape(str(arguments.plot))}")
-    return 1 if any(report.faults for report in reports.values()) else 0
+        command.stderr.print(f"drawn: {escape(str(arguments.plot))}")
+    return 1 if any(report.errors for report in reports.values()) else 0
 
 
 def _check_device(name: str) -> None:
@@ -114,7 +120,7 @@ def _check_device(name: str) -> None:
 
 def _source(path: Path, arguments: Arguments, overrides: Mapping[str, str]) -> tuple[Settings, int | None]:
     """Settings under which a drafter is evaluated, and its step."""
-    from paceline.data.split import heldout_files
+    from paceline.data.holdout import heldout_files
 
     if is_run_directory(path):
         settings = read_run_settings(path, overrides)
@@ -145,9 +151,9 @@ def _source(path: Path, arguments: Arguments, overrides: Mapping[str, str]) -> t
 
 def _check_target(path: Path, settings: Settings, network: Drafter, *, other_target: bool) -> None:
     """Refuse a target other than the one that a run or an exported folder notes."""
+    from paceline.export.compatibility import check_target
     from paceline.export.folder import read_note
-    from paceline.export.target import check_target
-    from paceline.target.facts import describe_target
+    from paceline.target_model.facts import describe_target
 
     if is_run_directory(path):
         identity = read_run_facts(path).get("target")
@@ -166,7 +172,7 @@ def _bare_settings(target: str, overrides: Mapping[str, str]) -> Settings:
 
 def load_network(path: Path, step: int | None = None) -> tuple[Drafter, int | None]:
     """The drafter of a run or of an exported folder; with its step where it is a run's."""
-    from paceline.checkpoint.store import load_drafter
+    from paceline.checkpoint.checkpoints import load_drafter
     from paceline.drafter.network import Drafter
     from paceline.drafter.spec import DrafterSpec
     from paceline.export.formats import read_drafter
@@ -195,15 +201,15 @@ def evaluate_drafter(
         check_lossless: also decode plainly.
 
     Raises:
-        PacelineError: one line for each fault.
+        PacelineError: one line for each error.
     """
-    from paceline.verifier import Verifier
+    from paceline.evaluate.evaluator import Evaluator
 
-    verifier = Verifier(settings, network.spec.taps, device)
+    evaluator = Evaluator(settings, network.spec.taps, device)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=frame.stderr, transient=True) as bar:
-        task = bar.add_task(f"decoding {escape(title)}", total=len(verifier.prompts))
-        return verifier.measure(
+    with Progress(*columns, console=command.stderr, transient=True) as bar:
+        task = bar.add_task(f"decoding {escape(title)}", total=len(evaluator.prompts))
+        return evaluator.measure(
             network,
             check_lossless=check_lossless,
             progress=lambda done, _: bar.update(task, completed=done),
@@ -219,7 +225,7 @@ def show(reports: Mapping[str, EvaluationReport]) -> None:
     columns = [dict(_rows(report)) for report in reports.values()]
     for name in dict.fromkeys(name for column in columns for name in column):
         table.add_row(name, *(column.get(name, "") for column in columns))
-    frame.stdout.print(table)
+    command.stdout.print(table)
 
 
 def _rows(report: EvaluationReport) -> list[tuple[str, str]]:
@@ -240,8 +246,8 @@ def _rows(report: EvaluationReport) -> list[tuple[str, str]]:
     if report.tree is not None and report.tree.lossless is not None:
         same = f"{report.tree.lossless.equal} of {report.tree.lossless.prompts}"
         rows.append(("answers with trees equal to its own", same))
-    if report.faults:
-        rows.append(("[bold red]faults: differences beyond rounding[/]", str(report.faults)))
+    if report.errors:
+        rows.append(("[bold red]errors: differences beyond rounding[/]", str(report.errors)))
     if report.training_tau is not None:
         verdict = "" if report.training_agrees else " [bold red]differs by more than 2 %[/]"
         rows.append(("τ of the training forward on the same blocks", f"{report.training_tau:.3f}{verdict}"))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from paceline.cli import frame
+from paceline.cli import command
 from paceline.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
     from paceline.config import TargetConfig
     from paceline.config.target import Quantization
-    from paceline.contracts import TargetFacts
     from paceline.drafter.spec import DrafterSpec
     from paceline.export.card import Origin
     from paceline.export.golden import GoldenInputs
     from paceline.export.verify import Verification
+    from paceline.types import TargetFacts
 
 Format = Literal["zlab", "speculators"]
 Golden = Literal["random", "target", "none"]
@@ -105,8 +105,8 @@ class Source:
 
 def run(argv: Sequence[str]) -> int:
     """Export, verify, push; say where the folder is."""
-    arguments, _ = frame.parse(Arguments, argv, prog="paceline export", description=DESCRIPTION)
-    from paceline.checkpoint.rundir import is_run_directory
+    arguments, _ = command.parse(Arguments, argv, prog="paceline export", description=DESCRIPTION)
+    from paceline.checkpoint.run_directory import is_run_directory
 
     is_run = is_run_directory(arguments.source)
     if not is_run and (arguments.source / "config.json").is_file() and arguments.out is None:
@@ -127,7 +127,7 @@ def run(argv: Sequence[str]) -> int:
         hub = LocalHub(arguments.hub) if arguments.hub is not None else None
         result["pushed"] = push(out, arguments.push, private=not arguments.public, hub=hub)
     if arguments.json:
-        frame.write_json(result)
+        command.write_json(result)
     else:
         _show(result)
     return 0
@@ -154,15 +154,15 @@ def run_source(source: Path, step: int | None, target: str | None) -> Source:
     Raises:
         PacelineError: neither, or no such checkpoint.
     """
-    from paceline.checkpoint import rundir, store
+    from paceline.checkpoint import checkpoints, run_directory
     from paceline.drafter.spec import DrafterSpec
     from paceline.export.card import Origin
 
-    if not rundir.is_run_directory(source) and (source / "config.json").is_file():
+    if not run_directory.is_run_directory(source) and (source / "config.json").is_file():
         return _folder_source(source, step, target)
-    settings = rundir.read_run_settings(source)
-    values, state, at = store.load_drafter(source, step)
-    facts = rundir.read_run_facts(source)
+    settings = run_directory.read_run_settings(source)
+    values, state, at = checkpoints.load_drafter(source, step)
+    facts = run_directory.read_run_facts(source)
     origin = Origin(
         step=at,
         total_steps=facts.get("total_steps"),
@@ -171,7 +171,7 @@ def run_source(source: Path, step: int | None, target: str | None) -> Source:
         data_fingerprint=facts.get("data_fingerprint"),
         settings=settings.model_dump(mode="json"),
         data=_data_report(Path(settings.data.store) if settings.data.store else source / "store"),
-        evaluations=[entry for entry in rundir.read_evaluations(source) if entry["step"] <= at],
+        evaluations=[entry for entry in run_directory.read_evaluations(source) if entry["step"] <= at],
         versions=facts.get("versions", {}),
     )
     return Source(
@@ -207,8 +207,8 @@ def _folder_source(folder: Path, step: int | None, target: str | None) -> Source
     return Source(spec, state, target, False, origin)
 
 
-def _data_report(store: Path) -> dict[str, Any]:
-    manifest = store / "manifest.json"
+def _data_report(checkpoints: Path) -> dict[str, Any]:
+    manifest = checkpoints / "manifest.json"
     return json.loads(manifest.read_text(encoding="utf-8")).get("report", {}) if manifest.is_file() else {}
 
 
@@ -219,17 +219,17 @@ def export(source: Source, out: Path, *, format: Format, dtype: str, check: bool
         What was written and compared, as plain values.
 
     Raises:
-        PacelineError: one line for each fault; an older folder stays as it was.
+        PacelineError: one line for each error; an older folder stays as it was.
     """
     import paceline
     from paceline.export.card import render_card, serving_commands
+    from paceline.export.compatibility import check_target
     from paceline.export.folder import NOTE
     from paceline.export.golden import write_golden
     from paceline.export.speculators import write_speculators
-    from paceline.export.target import check_target
     from paceline.export.weights import content_hash
     from paceline.export.zlab import write_zlab
-    from paceline.target.facts import describe_target
+    from paceline.target_model.facts import describe_target
 
     spec, origin = source.spec, source.origin
     facts = describe_target(source.target_settings)
@@ -270,8 +270,8 @@ def _verified(aside: Path, out: Path, source: Source, facts: TargetFacts) -> Ver
 
     try:
         return verify(aside, source.spec, source.state, facts)
-    except ExportError as fault:
-        raise ExportError(*(line.replace(str(aside), str(out)) for line in fault.faults)) from fault
+    except ExportError as error:
+        raise ExportError(*(line.replace(str(aside), str(out)) for line in error.errors)) from error
 
 
 def _note(note: Mapping[str, Any], source: Source, facts: TargetFacts, version: str) -> dict[str, Any]:
@@ -295,9 +295,9 @@ def _golden_inputs(source: Source, golden: Golden) -> GoldenInputs | None:
         return None
     import numpy as np
 
-    from paceline.contracts import HostBatch, PlannedBatch
     from paceline.export.golden import golden_ids, target_inputs
-    from paceline.target.load import load_embedding_and_head, load_target
+    from paceline.target_model.load import load_embedding_and_head, load_target
+    from paceline.types import HostBatch, PlannedBatch
 
     spec = source.spec
     if golden == "random":
@@ -317,17 +317,17 @@ def _golden_inputs(source: Source, golden: Golden) -> GoldenInputs | None:
 
 def _show(result: Mapping[str, Any]) -> None:
     checked = result.get("verified")
-    frame.stdout.print(result["folder"], markup=False)
+    command.stdout.print(result["folder"], markup=False)
     if checked is None:
-        frame.stdout.print("not verified", markup=False)
+        command.stdout.print("not verified", markup=False)
     else:
-        frame.stdout.print(
+        command.stdout.print(
             f"verified: {checked['num_tensors']} tensors bit for bit, {checked['parameters']:,} parameters, logits "
             f"equal; storing as {checked['dtype']} moves a logit by at most {checked['rounding_difference']:.2g}; "
             f"content {checked['content_hash']}",
             markup=False,
         )
-    for engine, command in result["commands"].items():
-        frame.stdout.print(f"\n{engine}:\n{command}", markup=False)
+    for engine, line in result["commands"].items():
+        command.stdout.print(f"\n{engine}:\n{line}", markup=False)
     if "pushed" in result:
-        frame.stdout.print(f"\npushed: {result['pushed']}", markup=False)
+        command.stdout.print(f"\npushed: {result['pushed']}", markup=False)

@@ -12,8 +12,8 @@ import tyro
 from rich.markup import escape
 from rich.text import Text
 
-from paceline.checkpoint.rundir import is_run_directory, read_run_facts
-from paceline.cli import frame
+from paceline.checkpoint.run_directory import is_run_directory, read_run_facts
+from paceline.cli import command
 from paceline.cli.plan_view import histogram, render, render_comparison, render_edges
 from paceline.config import Settings, load_settings
 from paceline.config.plan import PlanConfig, Schedule, Strategy
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     import numpy as np
 
     from paceline.plan.edges import Edges
+    from paceline.plan.entries import Groups
     from paceline.plan.epoch import EpochPlan
     from paceline.plan.forecast import Forecast
-    from paceline.plan.intake import Groups
 
 DESCRIPTION = """Dry run of an epoch: length histogram, buckets, padding, windows, steps. Needs nothing but lengths.
 
@@ -78,7 +78,7 @@ class Source:
 
 def run(argv: Sequence[str]) -> int:
     """Plan and print."""
-    arguments, overrides = frame.parse(Arguments, argv, prog="paceline plan", description=DESCRIPTION, settings=True)
+    arguments, overrides = command.parse(Arguments, argv, prog="paceline plan", description=DESCRIPTION, settings=True)
     _check(arguments)
     source = read_source(arguments, overrides)
     if arguments.compare:
@@ -87,7 +87,7 @@ def run(argv: Sequence[str]) -> int:
     from paceline.plan.forecast import describe
 
     plans: list[EpochPlan] = []
-    with frame.stderr.status("planning"):
+    with command.stderr.status("planning"):
         windows = []
         for epoch in range(max(source.epochs, 2)):
             plan = plan_epoch(source.lengths, source.eligible, source.settings.plan, epoch=epoch, **_shape(source))
@@ -96,23 +96,23 @@ def run(argv: Sequence[str]) -> int:
         weighting = source.settings.objective.weighting
         forecast = describe(plans[0], plans[1], windows[2:], source.epochs, arguments.tokens_per_s, weighting=weighting)
     if arguments.plot is not None:
-        from paceline.plan.draw import draw_plan
+        from paceline.plan.plots import draw_plan
 
         draw_plan(plans[0], forecast, Path(arguments.plot))
     ladder, distinct = _ladder(plans[0]) if arguments.edges else ([], None)
     if arguments.json:
-        frame.write_json(forecast.to_dict() | ({"best_edges": _edges_json(ladder, distinct)} if ladder else {}))
+        command.write_json(forecast.to_dict() | ({"best_edges": _edges_json(ladder, distinct)} if ladder else {}))
         return 0
-    frame.stdout.print(render(forecast, histogram=histogram(plans[0])))
+    command.stdout.print(render(forecast, histogram=histogram(plans[0])))
     if ladder:
-        frame.stdout.print(render_edges(ladder, distinct, plans[0].window_size))
+        command.stdout.print(render_edges(ladder, distinct, plans[0].window_size))
     if arguments.plot is not None:
-        frame.stdout.print(f"drawn: {escape(arguments.plot)}")
+        command.stdout.print(f"drawn: {escape(arguments.plot)}")
     return 0
 
 
 def _check(arguments: Arguments) -> None:
-    faults = [
+    errors = [
         f"--{name.replace('_', '-')} {value}: must be more than 0"
         for name, value in (
             ("epochs", arguments.epochs),
@@ -122,13 +122,13 @@ def _check(arguments: Arguments) -> None:
         if value is not None and not value > 0
     ]
     if arguments.plot is not None and Path(arguments.plot).suffix.lower() not in (".png", ".svg"):
-        faults.append(f"--plot {arguments.plot}: a picture is written as .png or .svg; name the file so")
+        errors.append(f"--plot {arguments.plot}: a picture is written as .png or .svg; name the file so")
     if arguments.compare:
         for name, given in (("edges", arguments.edges), ("epochs", arguments.epochs is not None)):
             if given:
-                faults.append(f"--{name} has no part in --compare, which looks at one epoch; leave one of the two out")
-    if faults:
-        raise ConfigError(*faults)
+                errors.append(f"--{name} has no part in --compare, which looks at one epoch; leave one of the two out")
+    if errors:
+        raise ConfigError(*errors)
 
 
 def _shape(source: Source) -> dict[str, Any]:
@@ -164,7 +164,7 @@ def read_source(arguments: Arguments, overrides: Mapping[str, str]) -> Source:
         if arguments.column is not None or arguments.group is not None:
             raise PlanError("--column and --group belong to a file of lengths; a store has its own columns")
         from paceline.data.store import open_store
-        from paceline.plan.intake import groups_of_tags
+        from paceline.plan.entries import groups_of_tags
 
         folder = Path(settings.store_path) if is_run else path
         if path.is_dir() and (path / "store").is_dir():
@@ -173,7 +173,7 @@ def read_source(arguments: Arguments, overrides: Mapping[str, str]) -> Source:
         weights = settings.plan.weights
         groups = groups_of_tags(store.names(), weights) if weights else None
         return Source(str(path), settings, store.lengths, store.eligible, groups, epochs, replicas)
-    from paceline.plan.files import read_lengths
+    from paceline.plan.lengths_file import read_lengths
 
     file = read_lengths(path, arguments.column, arguments.group)
     return Source(str(path), settings, file.lengths, file.eligible, file.groups, epochs, replicas)
@@ -181,10 +181,10 @@ def read_source(arguments: Arguments, overrides: Mapping[str, str]) -> Source:
 
 def _ladder(plan: EpochPlan) -> tuple[list[Edges], Edges | None]:
     """The best edges for every number of buckets up to the settings', and the fewest for all-distinct windows."""
+    from paceline.plan.budget import BatchBudget
     from paceline.plan.edges import edge_ladder, smallest_distinct
-    from paceline.plan.limits import Limits
 
-    lengths, limits = plan.lengths[plan.composition.order], Limits.of(plan.settings)
+    lengths, limits = plan.lengths[plan.composition.order], BatchBudget.of(plan.settings)
     most = min(plan.settings.num_buckets, len({limits.width(int(length)) for length in set(lengths.tolist())}))
     return edge_ladder(lengths, limits, most), smallest_distinct(lengths, limits, plan.window_size)
 
@@ -199,21 +199,21 @@ def _edges_json(ladder: Sequence[Edges], distinct: Edges | None) -> dict[str, An
 
 def _run_compare(arguments: Arguments, source: Source) -> int:
     from paceline.plan.forecast import describe
-    from paceline.plan.measures import repairing
+    from paceline.plan.metrics import repairing
 
     rows: dict[str, list[Forecast]] = {}
     times: dict[str, float] = {}
     refused: dict[str, str] = {}
     schedules = get_args(Schedule)
     weighting = source.settings.objective.weighting
-    with frame.stderr.status("planning") as status:
+    with command.stderr.status("planning") as status:
         for strategy in get_args(Strategy):
             status.update(f"planning {strategy}")
             settings = source.settings.plan.model_copy(update={"strategy": strategy})
             try:
                 plans, following, seconds = _timed_plans(source, settings, schedules)
-            except PlanError as fault:
-                refused[strategy] = str(fault)
+            except PlanError as error:
+                refused[strategy] = str(error)
                 continue
             again = repairing(plans[0], following)
             rows[strategy] = [
@@ -225,17 +225,17 @@ def _run_compare(arguments: Arguments, source: Source) -> int:
         raise PlanError(*dict.fromkeys(refused.values()))
     forecasts = [made for group in rows.values() for made in group]
     if arguments.plot is not None:
-        from paceline.plan.draw import draw_comparison
+        from paceline.plan.plots import draw_comparison
 
         draw_comparison(forecasts, Path(arguments.plot))
     if arguments.json:
-        frame.write_json({"plans": [made.to_dict() for made in forecasts], "plan_s": times, "refused": refused})
+        command.write_json({"plans": [made.to_dict() for made in forecasts], "plan_s": times, "refused": refused})
         return 0
-    frame.stdout.print(render_comparison(rows, times))
+    command.stdout.print(render_comparison(rows, times))
     for strategy, why in refused.items():
-        frame.stdout.print(Text.assemble((f"{strategy} left out: ", "bold yellow"), why))
+        command.stdout.print(Text.assemble((f"{strategy} left out: ", "bold yellow"), why))
     if arguments.plot is not None:
-        frame.stdout.print(f"drawn: {escape(arguments.plot)}")
+        command.stdout.print(f"drawn: {escape(arguments.plot)}")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""``paceline prepare``: chats to a tokenised store with loss masks and lengths."""
+"""``paceline prepare``: chats to a tokenized store with loss masks and lengths."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import tyro
 from rich.console import Console
 from rich.text import Text
 
-from paceline.cli import frame
+from paceline.cli import command
 from paceline.config import Settings
 from paceline.errors import ConfigError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from paceline.data.on_policy import OnPolicyReport
     from paceline.data.report import Count, PrepareReport
     from paceline.data.store import TokenStore
     from paceline.data.use import StoreUse
+    from paceline.evaluate.on_policy import OnPolicyReport
 
 _SHOWN_TOKENS = 1500
 """Tokens of a sample that `--show` prints at most."""
@@ -34,7 +34,7 @@ class Arguments:
     settings: Annotated[str, tyro.conf.Positional]
     """YAML file of the run."""
     show: int = 0
-    """Print this many samples, supervised tokens in colour; with --json on standard error."""
+    """Print this many samples, supervised tokens in color; with --json on standard error."""
     json: bool = False
     """Print the report as JSON."""
     on_policy: int = 0
@@ -45,31 +45,31 @@ class Arguments:
 
 def run(argv: Sequence[str]) -> int:
     """Prepare the data of a run and print the report."""
-    arguments, overrides = frame.parse(
+    arguments, overrides = command.parse(
         Arguments,
         argv,
         prog="paceline prepare",
-        description="Tokenise chats with the target's chat template into a store, with loss masks and lengths.\n\n"
+        description="Tokenize chats with the target's chat template into a store, with loss masks and lengths.\n\n"
         "Example: paceline prepare run.yaml --show 2 --data.max_length 2048",
         settings=True,
     )
     for name, count in (("--show", arguments.show), ("--on-policy", arguments.on_policy)):
         if count < 0:
             raise ConfigError(f"prepare: {name} is {count}; it must be 0 or more")
-    settings = frame.read_settings(arguments.settings, overrides)
+    settings = command.read_settings(arguments.settings, overrides)
     report = prepare_run(settings, replace=arguments.replace)
     use = use_of(report.store, settings)
     scored = score_answers(report.store, settings, arguments.on_policy) if arguments.on_policy else None
     if arguments.json:
         more = {"anchors": asdict(use.anchors), "passes": use.passes, "on_policy": asdict(scored) if scored else None}
-        frame.write_json({**report.to_json(), **more})
+        command.write_json({**report.to_json(), **more})
     else:
-        frame.stdout.print(render(report, use))
+        command.stdout.print(render(report, use))
         if scored:
-            frame.stdout.print(f"on policy: {scored.sentence} ({scored.mean_nll:.3f} nats a token)", markup=False)
+            command.stdout.print(f"on policy: {scored.sentence} ({scored.mean_nll:.3f} nats a token)", markup=False)
     if arguments.show:
         # Standard output is one JSON document where a program reads it.
-        _show(report.store, settings, arguments.show, frame.stderr if arguments.json else frame.stdout)
+        _show(report.store, settings, arguments.show, command.stderr if arguments.json else command.stdout)
     return 0
 
 
@@ -84,17 +84,17 @@ def prepare_run(settings: Settings, *, replace: bool = False) -> PrepareReport:
 
     from paceline.data.prepare import prepare
     from paceline.drafter.anchors import count_eligible
-    from paceline.target.facts import identify_target
+    from paceline.target_model.facts import identify_target
 
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f} %"))
-    with Progress(*columns, TimeRemainingColumn(), console=frame.stderr, transient=True) as bars:
+    with Progress(*columns, TimeRemainingColumn(), console=command.stderr, transient=True) as bars:
         tasks = {
-            name: bars.add_task(name, total=None, visible=False) for name in ("reading", "tokenising", "finishing")
+            name: bars.add_task(name, total=None, visible=False) for name in ("reading", "tokenizing", "finishing")
         }
 
         def hear(stage: str, done: int, total: int) -> None:
             if stage == "waiting":
-                frame.notice(f"{store_path(settings)}: another process is preparing it; waiting until it is done")
+                command.notice(f"{store_path(settings)}: another process is preparing it; waiting until it is done")
                 return
             bars.update(tasks[stage], completed=done, total=total, visible=True)
 
@@ -122,14 +122,14 @@ def use_of(store: str, settings: Settings) -> StoreUse:
 
 
 def score_answers(store: str, settings: Settings, count: int) -> OnPolicyReport:
-    """Score the answers of `count` rows, spread over the store, with the target; see `paceline.data.on_policy`."""
+    """Score the answers of `count` rows, spread over the store, with the target; see `paceline.evaluate.on_policy`."""
     import numpy as np
     import torch
     from rich.progress import track
 
-    from paceline.data.on_policy import on_policy
     from paceline.data.store import open_store
-    from paceline.target.load import load_model
+    from paceline.evaluate.on_policy import on_policy
+    from paceline.target_model.load import load_model
 
     opened = open_store(store)
     model, _, _ = load_model(settings.target, settings.flow.target_devices[0])
@@ -146,16 +146,16 @@ def score_answers(store: str, settings: Settings, count: int) -> OnPolicyReport:
         return (logits.argmax(-1) == wanted).cpu().numpy(), nll.cpu().numpy()
 
     rows = np.unique(np.linspace(0, len(opened) - 1, min(count, len(opened))).astype(np.int64)).tolist()
-    told = iter(track(rows, "scoring", console=frame.stderr, transient=True))
+    told = iter(track(rows, "scoring", console=command.stderr, transient=True))
     return on_policy(opened, rows, score, block_size=settings.drafter.block_size, progress=lambda _: next(told, None))
 
 
 def prepare_heldout(settings: Settings) -> PrepareReport:
-    """Tokenise the held-out chats beside the store, to measure the drafter on while it trains."""
+    """Tokenize the held-out chats beside the store, to measure the drafter on while it trains."""
+    from paceline.data.holdout import heldout_files
     from paceline.data.prepare import prepare
-    from paceline.data.split import heldout_files
     from paceline.drafter.anchors import count_eligible
-    from paceline.target.facts import identify_target
+    from paceline.target_model.facts import identify_target
 
     return prepare(
         heldout_files(settings.data.heldout, settings.store_path),

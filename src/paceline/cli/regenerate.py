@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from paceline.cli import frame
+from paceline.cli import command
 from paceline.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-    from paceline.contracts import GenerateAnswers, Sampling
-    from paceline.data.regenerate import OpenConversation, RegenerateSettings
+    from paceline.regenerate.loop import OpenConversation, RegenerateSettings
+    from paceline.types import GenerateAnswers, Sampling
 
 
 @dataclass
@@ -75,9 +75,9 @@ class Arguments:
 
 def run(argv: Sequence[str]) -> int:
     """Answer prompts and say how many rows were written."""
-    from paceline.contracts import Sampling
+    from paceline.types import Sampling
 
-    arguments, _ = frame.parse(
+    arguments, _ = command.parse(
         Arguments,
         argv,
         prog="paceline regenerate",
@@ -96,16 +96,16 @@ def run(argv: Sequence[str]) -> int:
     counts = (_local if arguments.local else _remote)(arguments, sampling, passed_over)
     counts["passed_over"] = len(passed_over)
     if arguments.json:
-        frame.write_json(counts)
+        command.write_json(counts)
         return 0
-    frame.stdout.print(
+    command.stdout.print(
         f"{arguments.out}: {counts['written']:,} rows added, {counts['already_there']:,} were there, "
         f"{counts['cut']:,} cut, {counts['repeated']:,} repeated prompts"
     )
     for line in passed_over[:3]:
-        frame.stdout.print(f"passed over: {line}", markup=False)
+        command.stdout.print(f"passed over: {line}", markup=False)
     if len(passed_over) > 3:
-        frame.stdout.print(f"passed over: {len(passed_over) - 3:,} more rows")
+        command.stdout.print(f"passed over: {len(passed_over) - 3:,} more rows")
     return 0
 
 
@@ -113,23 +113,23 @@ def _check_numbers(arguments: Arguments) -> None:
     """Refuse numbers with which nothing can be answered, all at once."""
     least_one = ("max_new_tokens", "batch_size", "in_flight", "attempts", "max_context")
     values = [(name, getattr(arguments, name)) for name in least_one]
-    faults = [(name, value, "at least 1") for name, value in values if value is not None and value < 1]
+    errors = [(name, value, "at least 1") for name, value in values if value is not None and value < 1]
     if not 0 <= arguments.temperature < float("inf"):
-        faults.append(("temperature", arguments.temperature, "0 or more"))
+        errors.append(("temperature", arguments.temperature, "0 or more"))
     if not 0 < arguments.top_p <= 1:
-        faults.append(("top_p", arguments.top_p, "above 0 and at most 1"))
+        errors.append(("top_p", arguments.top_p, "above 0 and at most 1"))
     if arguments.top_k < 0:
-        faults.append(("top_k", arguments.top_k, "0 or more"))
+        errors.append(("top_k", arguments.top_k, "0 or more"))
     if not 0 < arguments.timeout_s < float("inf"):
-        faults.append(("timeout_s", arguments.timeout_s, "more than 0"))
-    if faults:
-        named = [(f"--{name.replace('_', '-')}", value, wanted) for name, value, wanted in faults]
+        errors.append(("timeout_s", arguments.timeout_s, "more than 0"))
+    if errors:
+        named = [(f"--{name.replace('_', '-')}", value, wanted) for name, value, wanted in errors]
         raise ConfigError(*(f"regenerate: {name} is {value}; it must be {wanted}" for name, value, wanted in named))
 
 
 def _local(arguments: Arguments, sampling: Sampling, passed_over: list[str]) -> dict[str, Any]:
-    from paceline.data.regenerate import regenerate
     from paceline.data.tokenizer import load_tokenizer
+    from paceline.regenerate.loop import regenerate
 
     tokenizer: Any = load_tokenizer(arguments.target, arguments.trust_remote_code)
     rows = list(_prompts(arguments, passed_over))
@@ -146,9 +146,9 @@ def _remote(arguments: Arguments, sampling: Sampling, passed_over: list[str]) ->
     import threading
     from dataclasses import replace
 
-    from paceline.data.endpoint import Endpoint, regenerate_remote
-    from paceline.data.regenerate import prompt_tokens
     from paceline.data.tokenizer import chat_template, load_tokenizer
+    from paceline.regenerate.client import Endpoint, regenerate_remote
+    from paceline.regenerate.loop import prompt_tokens
 
     key = os.environ.get(arguments.key_variable) if arguments.key_variable else None
     if arguments.key_variable and not key:
@@ -194,11 +194,11 @@ def _bars() -> Progress:
             return f"{task.speed or 0:.1f} rows/s"
 
     columns = (TextColumn("{task.description}"), MofNCompleteColumn(), Rate(), TimeElapsedColumn())
-    return Progress(*columns, TimeRemainingColumn(), console=frame.stderr, transient=True)
+    return Progress(*columns, TimeRemainingColumn(), console=command.stderr, transient=True)
 
 
 def _settings(arguments: Arguments, sampling: Sampling) -> RegenerateSettings:
-    from paceline.data.regenerate import RegenerateSettings
+    from paceline.regenerate.loop import RegenerateSettings
 
     return RegenerateSettings(
         sampling,
@@ -216,20 +216,20 @@ def _template(arguments: Arguments) -> dict[str, Any]:
 
 def _prompts(arguments: Arguments, passed_over: list[str]) -> Iterator[dict[str, Any]]:
     """Rows that ask something to be answered in text; others are noted in `passed_over`."""
-    from paceline.data.conversation import Conversation, SetAside, read_row
-    from paceline.data.regenerate import unanswerable
-    from paceline.data.sources import read_rows
+    from paceline.data.readers import read_rows
+    from paceline.data.rows import Conversation, RowRejected, read_row
+    from paceline.regenerate.loop import unanswerable
 
     for where, values in read_rows(arguments.prompts, "prompts"):
         try:
-            if isinstance(values, SetAside):
+            if isinstance(values, RowRejected):
                 raise values
             row = read_row(values, answered=False)
             if not isinstance(row, Conversation):
-                raise SetAside("no_messages", "no chat")
-            if fault := unanswerable(row.messages):
-                raise SetAside("wrong_roles", fault)
-        except SetAside as found:
+                raise RowRejected("no_messages", "no chat")
+            if error := unanswerable(row.messages):
+                raise RowRejected("wrong_roles", error)
+        except RowRejected as found:
             passed_over.append(f"{where} ({found.reason}: {found.detail})")
             continue
         rest = {key: value for key, value in values.items() if key not in ("conversations", "prompt", "response")}
@@ -239,8 +239,8 @@ def _prompts(arguments: Arguments, passed_over: list[str]) -> Iterator[dict[str,
 def _generator(arguments: Arguments, tokenizer: Any) -> GenerateAnswers:
     from paceline.config import TargetConfig
     from paceline.data.tokenizer import end_token_ids
-    from paceline.target.generate import TargetGenerator
-    from paceline.target.load import load_model
+    from paceline.decode.generate import TargetGenerator
+    from paceline.target_model.load import load_model
 
     settings = TargetConfig(
         path=arguments.target,

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import tyro
 
-from paceline.cli import frame
+from paceline.cli import command
 from paceline.errors import ConfigError
 
 
@@ -25,7 +25,7 @@ class Arguments:
 
 def run(argv: Sequence[str]) -> int:
     """Write the report and say where it is."""
-    arguments, _ = frame.parse(
+    arguments, _ = command.parse(
         Arguments,
         argv,
         prog="paceline report",
@@ -37,12 +37,12 @@ def run(argv: Sequence[str]) -> int:
     if not arguments.runs:
         raise ConfigError("paceline report: no run given; give the directory of a run, for example runs/first")
     if len(arguments.runs) > 1:
-        from paceline.observe.comparison import COMPARISON_FILE, write_comparison
+        from paceline.report.comparison import COMPARISON_FILE, write_comparison
 
         path = write_comparison(arguments.runs, arguments.out or Path(COMPARISON_FILE))
     else:
-        from paceline.observe.report import write_report
+        from paceline.report.report import write_report
 
         path = write_report(arguments.runs[0], arguments.out)
-    frame.stdout.print(str(path), markup=False)
+    command.stdout.print(str(path), markup=False)
     return 0

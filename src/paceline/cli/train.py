@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 from rich.markup import escape
 
-from paceline.checkpoint.hold import hold_run
-from paceline.checkpoint.rundir import check_writable, is_run_directory, read_run_settings
-from paceline.cli import frame
+from paceline.checkpoint.run_directory import check_writable, is_run_directory, read_run_settings
+from paceline.checkpoint.run_lock import hold_run
+from paceline.cli import command
 from paceline.config import Settings
 
 if TYPE_CHECKING:
-    from paceline.compose import Composition
+    from paceline.run.build import Run
     from paceline.train import Outcome
 
 DESCRIPTION = """Train a drafter, or go on where a run stopped.
@@ -46,16 +46,16 @@ class Arguments:
 
 def run(argv: Sequence[str]) -> int:
     """Train; exit code 0 when the run is finished or was stopped with a checkpoint."""
-    arguments, overrides = frame.parse(Arguments, argv, prog="paceline train", description=DESCRIPTION, settings=True)
+    arguments, overrides = command.parse(Arguments, argv, prog="paceline train", description=DESCRIPTION, settings=True)
     if arguments.profile is not None:
         overrides["observe.profile_steps"] = str(list(arguments.profile))
     if is_run_directory(arguments.run):
         settings = read_run_settings(arguments.run, overrides)
     else:
-        settings = frame.read_settings(str(arguments.run), overrides)
+        settings = command.read_settings(str(arguments.run), overrides)
     outcome = train_run(settings)
     if arguments.json:
-        frame.write_json(
+        command.write_json(
             {
                 "run": settings.run_dir,
                 "step": outcome.step,
@@ -68,10 +68,10 @@ def run(argv: Sequence[str]) -> int:
 
 def train_run(settings: Settings) -> Outcome:
     """Prepare where needed, show what is about to be trained, train, say how it ended."""
-    from paceline.compose import check_support, compose, resolve_spec
-    from paceline.flow.machines import joined, this_place
+    from paceline.pipeline.multinode import joined, this_node
+    from paceline.run.build import build_run, check_support, resolve_spec
 
-    place = this_place()
+    place = this_node()
     check_support(settings, place)
     run_dir = Path(settings.run_dir)
     if place.number == 0:
@@ -82,61 +82,61 @@ def train_run(settings: Settings) -> Outcome:
         machines.in_turn(lambda: ready_store(settings))
         from paceline.train import train
 
-        composition = compose(settings, machines)
-        show_run(composition)
-        outcome = train(composition, notice=frame.notice, console=frame.stderr)
+        run = build_run(settings, machines)
+        show_run(run)
+        outcome = train(run, notice=command.notice, console=command.stderr)
     if not machines.first:
-        frame.stderr.print(f"machine {place.number} of {place.count} is done at step {outcome.step}")
+        command.stderr.print(f"machine {place.number} of {place.count} is done at step {outcome.step}")
         return outcome
-    where = escape(str(composition.run_dir))
+    where = escape(str(run.run_dir))
     if outcome.stopped:
-        frame.stderr.print(
+        command.stderr.print(
             f"stopped at step {outcome.step} of {outcome.total_steps}, checkpoint written; "
             f"go on with: paceline train {where}"
         )
     else:
-        frame.stderr.print(f"trained {outcome.step} steps; next: paceline evaluate {where}")
+        command.stderr.print(f"trained {outcome.step} steps; next: paceline evaluate {where}")
     return outcome
 
 
 def ready_store(settings: Settings) -> None:
     """Prepare the chats of a new run; check the store of one that goes on."""
     from paceline.cli.prepare import prepare_heldout, prepare_run, render, use_of
+    from paceline.data.holdout import heldout_files
     from paceline.data.prepare import check_store, other_target
-    from paceline.data.split import heldout_files
-    from paceline.target.facts import identify_target
+    from paceline.target_model.facts import identify_target
 
     if settings.data.train and not is_run_directory(Path(settings.run_dir)):
         report = prepare_run(settings)
-        frame.stderr.print(render(report, use_of(report.store, settings)))
+        command.stderr.print(render(report, use_of(report.store, settings)))
         if heldout_files(settings.data.heldout, settings.store_path):
             prepare_heldout(settings)
     else:
         target = settings.target
         check_store(settings.store_path, target.path, settings.data, trust_remote_code=target.trust_remote_code)
     if warning := other_target(settings.store_path, identify_target(settings.target)):
-        frame.notice(warning)
+        command.notice(warning)
 
 
-def show_run(composition: Composition) -> None:
+def show_run(run: Run) -> None:
     """The run in a few lines: target, drafter, data, steps."""
-    facts, spec, source = composition.facts, composition.spec, composition.source
-    flow = composition.settings.flow
+    facts, spec, source = run.facts, run.spec, run.source
+    flow = run.settings.flow
     kinds = ", ".join(f"{spec.layers.count(kind)} {kind}" for kind in dict.fromkeys(spec.layers))
     lines = [
         f"target   {facts.path}: {facts.architecture}, {facts.num_layers} layers, hidden {facts.hidden_size}, "
-        f"vocabulary {facts.vocab_size}, taps {composition.taps}",
+        f"vocabulary {facts.vocab_size}, taps {run.taps}",
         f"drafter  {spec.num_layers} layers ({kinds}), block {spec.block_size}, mask token {spec.mask_token_id}",
         f"data     {len(source.lengths)} samples, {int(source.lengths.sum())} tokens",
-        f"steps    {len(composition.orders)} of {composition.settings.plan.accumulate} micro-batches"
-        + (f", going on from {composition.first_step}" if composition.first_step else ""),
+        f"steps    {len(run.orders)} of {run.settings.plan.accumulate} micro-batches"
+        + (f", going on from {run.first_step}" if run.first_step else ""),
         f"flow     {flow.mode}, {flow.delivery}: {', '.join(flow.target_devices)} → {', '.join(flow.drafter_devices)}",
     ]
-    if flow.verifier_device is not None:
-        prompts = composition.settings.evaluate.num_prompts
-        lines.append(f"decode   {flow.verifier_device}: up to {prompts} held-out prompts with each checkpoint")
-    place = composition.machines.place
+    evaluate = run.settings.evaluate
+    if evaluate.device is not None:
+        lines.append(f"decode   {evaluate.device}: up to {evaluate.num_prompts} held-out prompts with each checkpoint")
+    place = run.machines.place
     if place.count > 1:
         lines.append(f"machine  {place.number} of {place.count}, joined at {place.address}:{place.port}")
     for line in lines:
-        frame.stderr.print(line, markup=False)
+        command.stderr.print(line, markup=False)

@@ -1,4 +1,4 @@
-"""Settings: the schema, and reading it from YAML and dotted flags with every fault in one line."""
+"""Settings: the schema, and reading it from YAML and dotted flags with every error in one line."""
 
 from __future__ import annotations
 

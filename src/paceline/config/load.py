@@ -1,4 +1,4 @@
-"""Reads settings from YAML and dotted flags; reports every fault at once, one line each, with file and line.
+"""Reads settings from YAML and dotted flags; reports every error at once, one line each, with file and line.
 
 No torch: a misspelt key must be answered in well under a second.
 """
@@ -34,13 +34,13 @@ def load_settings(path: str | Path | None, overrides: Mapping[str, str] | None =
         The validated settings.
 
     Raises:
-        ConfigError: one line per fault: ``file:line: key = value: what is wrong; what to do``.
+        ConfigError: one line per error: ``file:line: key = value: what is wrong; what to do``.
     """
-    document, origins, faults = _read_document(path) if path is not None else ({}, {}, [])
+    document, origins, errors = _read_document(path) if path is not None else ({}, {}, [])
     for name, text in (overrides or {}).items():
-        faults += _apply_override(document, origins, name, text)
-    if faults:
-        raise ConfigError(*faults)
+        errors += _apply_override(document, origins, name, text)
+    if errors:
+        raise ConfigError(*errors)
     return validate_settings(document, origins, str(path) if path is not None else "command line")
 
 
@@ -49,16 +49,16 @@ def validate_settings(document: Any, origins: Mapping[KeyPath, str], source: str
 
     Args:
         document: nested mapping as YAML gives it.
-        origins: place (``file:line`` or ``--flag``) by path, for the faults.
+        origins: place (``file:line`` or ``--flag``) by path, for the errors.
         source: name of the whole document, for values that stand nowhere.
 
     Raises:
-        ConfigError: one line per fault.
+        ConfigError: one line per error.
     """
     try:
         return Settings.model_validate(document)
-    except ValidationError as fault:
-        raise ConfigError(*_fault_lines(fault, document, origins, source)) from None
+    except ValidationError as error:
+        raise ConfigError(*_error_lines(error, document, origins, source)) from None
 
 
 def dump_settings(settings: Settings) -> str:
@@ -121,26 +121,26 @@ def _read_document(path: str | Path) -> tuple[dict[str, Any], dict[KeyPath, str]
         raise ConfigError(f"{file}: no such settings file; give the path of a YAML file") from None
     except IsADirectoryError:
         raise ConfigError(f"{file}: a folder without a run; give a settings file or the directory of a run") from None
-    except (OSError, UnicodeDecodeError) as fault:
-        raise ConfigError(f"{file}: cannot be read as text ({fault}); give the path of a YAML file") from None
-    except yaml.MarkedYAMLError as fault:
-        line = fault.problem_mark.line + 1 if fault.problem_mark else 1
-        raise ConfigError(f"{file}:{line}: not valid YAML: {fault.problem}") from None
-    except yaml.YAMLError as fault:
-        raise ConfigError(f"{file}: not valid YAML: {fault}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file}: cannot be read as text ({error}); give the path of a YAML file") from None
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 1
+        raise ConfigError(f"{file}:{line}: not valid YAML: {error.problem}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{file}: not valid YAML: {error}") from None
     if document is None:
         document = {}
     if not isinstance(document, dict):
         raise ConfigError(f"{file}:1: settings are a mapping of sections, this is a {type(document).__name__}")
     origins: dict[KeyPath, str] = {}
-    faults: list[str] = []
+    errors: list[str] = []
     if node is not None:
-        _collect_origins(node, (), file, origins, faults)
-    return document, origins, faults
+        _collect_origins(node, (), file, origins, errors)
+    return document, origins, errors
 
 
 def _collect_origins(
-    node: yaml.Node, path: KeyPath, file: Path, origins: dict[KeyPath, str], faults: list[str]
+    node: yaml.Node, path: KeyPath, file: Path, origins: dict[KeyPath, str], errors: list[str]
 ) -> None:
     origins.setdefault(path, f"{file}:{node.start_mark.line + 1}")
     if isinstance(node, yaml.MappingNode):
@@ -148,13 +148,13 @@ def _collect_origins(
         for key, value in node.value:
             name = str(key.value)
             if name in seen:
-                faults.append(f"{file}:{key.start_mark.line + 1}: {'.'.join((*path, name))} is given twice; keep one")
+                errors.append(f"{file}:{key.start_mark.line + 1}: {'.'.join((*path, name))} is given twice; keep one")
             seen.add(name)
             origins[(*path, name)] = f"{file}:{key.start_mark.line + 1}"
-            _collect_origins(value, (*path, name), file, origins, faults)
+            _collect_origins(value, (*path, name), file, origins, errors)
     elif isinstance(node, yaml.SequenceNode):
         for position, value in enumerate(node.value):
-            _collect_origins(value, (*path, str(position)), file, origins, faults)
+            _collect_origins(value, (*path, str(position)), file, origins, errors)
 
 
 def _apply_override(document: dict[str, Any], origins: dict[KeyPath, str], name: str, text: str) -> list[str]:
@@ -188,10 +188,10 @@ def _number(text: str) -> Any:
         return text
 
 
-def _fault_lines(fault: ValidationError, document: Any, origins: Mapping[KeyPath, str], source: str) -> list[str]:
+def _error_lines(error: ValidationError, document: Any, origins: Mapping[KeyPath, str], source: str) -> list[str]:
     lines = [
-        (_place(tuple(str(part) for part in error["loc"]), origins, source), _explain(error, document))
-        for error in fault.errors(include_url=False)
+        (_place(tuple(str(part) for part in detail["loc"]), origins, source), _explain(detail, document))
+        for detail in error.errors(include_url=False)
     ]
     return [f"{place}: {text}" for place, text in lines]
 

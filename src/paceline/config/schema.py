@@ -33,7 +33,7 @@ class DataConfig(Section):
     """Share of the documents (a row's `document`, else its first question) that are never trained on; they measure
     acceptance where `heldout` is empty."""
     store: str | None = None
-    """Folder of the tokenised store. Unset: `store` inside the run directory."""
+    """Folder of the tokenized store. Unset: `store` inside the run directory."""
     max_length: int = Field(default=4096, ge=4)
     """Longest sample in tokens; what happens to longer ones is `on_too_long`."""
     on_too_long: Literal["drop", "cut"] = "drop"
@@ -49,7 +49,7 @@ class DataConfig(Section):
     thinking: Literal["auto", "on", "off"] = "auto"
     """The template's `enable_thinking`. auto: the generation prompt that each answer continues."""
     workers: int = Field(default=1, ge=1)
-    """Processes that tokenise."""
+    """Processes that tokenize."""
 
 
 class TrainConfig(Section):
@@ -78,11 +78,6 @@ class FlowConfig(Section):
     them."""
     drafter_devices: list[str] = ["cpu"]
     """One drafter rank per entry."""
-    verifier_device: str | None = None
-    """Device, for example cuda:7 or cpu, on which a process of its own decodes `evaluate.num_prompts` held-out prompts
-    with each checkpoint while training goes on. Unset: none."""
-    verifier_wait_s: float = Field(default=600.0, ge=0)
-    """Longest wait at the end of training for the verifier's measurement of the last checkpoint."""
     threads: int = Field(default=1, ge=1)
     """CPU threads of each worker process."""
     prefetch_batches: int = Field(default=4, ge=1)
@@ -141,6 +136,11 @@ class EvaluateConfig(Section):
     """Trees are built from the drafter's distributions sharpened (below 1) or flattened (above 1) by it."""
     every_steps: int = Field(default=200, ge=1)
     """Optimizer steps between measurements on held-out samples during training; the last step always measures."""
+    device: str | None = None
+    """Device, for example cuda:7 or cpu, on which a process of its own decodes `num_prompts` held-out prompts with each
+    checkpoint while training continues. Unset: none."""
+    wait_s: float = Field(default=600.0, ge=0)
+    """Longest wait at the end of training for the decoding of the last checkpoint."""
     validation_samples: int = Field(default=64, ge=0)
     """Held-out samples measured during training, always the same with the same anchors; 0 measures none."""
 
@@ -187,10 +187,10 @@ class Settings(Section):
 
     @property
     def store_path(self) -> Path:
-        """Folder of the tokenised store."""
+        """Folder of the tokenized store."""
         return Path(self.data.store) if self.data.store else Path(self.run_dir) / "store"
 
     @property
     def heldout_store_path(self) -> Path:
-        """Folder of the tokenised held-out samples, beside the store."""
+        """Folder of the tokenized held-out samples, beside the store."""
         return self.store_path.with_name(self.store_path.name + "-heldout")

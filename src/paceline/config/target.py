@@ -22,8 +22,8 @@ class TargetConfig(Section):
     adapter: str | None = None
     """Folder of a LoRA adapter (PEFT) that is merged into the weights on loading."""
     quantization: Quantization = "stored"
-    """stored: weights as the folder has them. none: quantised weights are widened to `dtype`. 8bit, 4bit: bitsandbytes
-    quantises plain weights on loading."""
+    """stored: weights as the folder has them. none: quantized weights are widened to `dtype`. 8bit, 4bit: bitsandbytes
+    quantizes plain weights on loading."""
     taps: list[int] | None = None
     """Tapped layers: id i is the output of 0-based decoder layer i. Unset: spread over the depth by the usual rule."""
     num_taps: int = Field(default=5, ge=1)

@@ -28,13 +28,13 @@ def store_lock(store: Path, waiting: Callable[[], None]) -> Generator[None, None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle = _acquired(path, waiting)
-    except PermissionError as fault:
+    except PermissionError as error:
         if not store.exists():
-            raise _unusable(path, fault) from fault
+            raise _unusable(path, error) from error
         yield
         return
-    except OSError as fault:
-        raise _unusable(path, fault) from fault
+    except OSError as error:
+        raise _unusable(path, error) from error
     try:
         yield
     finally:
@@ -64,5 +64,5 @@ def _acquired(path: Path, waiting: Callable[[], None]) -> int:
         os.close(handle)
 
 
-def _unusable(path: Path, fault: OSError) -> DataError:
-    return DataError(f"{path}: cannot be made or locked ({fault.strerror}); give a data.store on a disk that allows it")
+def _unusable(path: Path, error: OSError) -> DataError:
+    return DataError(f"{path}: cannot be made or locked ({error.strerror}); give a data.store on a disk that allows it")

@@ -1,4 +1,4 @@
-"""From data files to the tokenised store.
+"""From data files to the tokenized store.
 
 Files are cut into pieces; each piece becomes one part of the store, written aside with its tally, in this process or
 in several. A run that was ended goes on with the pieces that are missing. At the end duplicates are found over all
@@ -23,17 +23,17 @@ from typing import Any, Protocol
 import numpy as np
 
 from paceline.config import DataConfig
-from paceline.contracts import JsonDict, differing_parts
 from paceline.data import store as stored
-from paceline.data.conversation import Conversation, ReadyTokens, SetAside, read_row
-from paceline.data.finish import finish, sweep
+from paceline.data.dedup import HeldOut, content_hash, prompt_of
+from paceline.data.finalize import finalize, sweep
 from paceline.data.lock import store_lock
+from paceline.data.readers import DataFile, RowSource, Shard, find_files, read_shard, scan
 from paceline.data.report import PrepareReport
-from paceline.data.similar import HeldOut, content_hash, prompt_of
-from paceline.data.sources import Named, Piece, Source, find_files, read_piece, scan
-from paceline.data.tokenise import PieceWorker, Tokeniser, finished, start_worker, store_folder, tokenise_piece
+from paceline.data.rows import Conversation, ReadyTokens, RowRejected, read_row
+from paceline.data.tokenize_rows import RowTokenizer, ShardWorker, finished, start_worker, store_folder, tokenize_shard
 from paceline.data.tokenizer import fingerprint_template, fingerprint_tokenizer, load_tokenizer
 from paceline.errors import DataError, PacelineError
+from paceline.types import JsonDict, differing_parts
 
 _SETTINGS = (
     "max_length",
@@ -52,7 +52,7 @@ class Progress(Protocol):
     """Hears how far preparing is."""
 
     def __call__(self, stage: str, done: int, total: int) -> None:
-        """`stage` is `reading` (bytes), `waiting` (for another process, once), `tokenising` (pieces) or `finishing`
+        """`stage` is `reading` (bytes), `waiting` (for another process, once), `tokenizing` (pieces) or `finishing`
         (steps)."""
         ...
 
@@ -69,7 +69,7 @@ def prepare(
     replace: bool = False,
     target: Mapping[str, str] | None = None,
 ) -> PrepareReport:
-    """Tokenise data files into a store.
+    """Tokenize data files into a store.
 
     Args:
         files: data files or folders of such.
@@ -100,12 +100,12 @@ def prepare(
         if (found := _found_store(store, fingerprint, ingredients, replace=replace)) is not None:
             return found
         aside = _aside(store, fingerprint)
-        tokeniser = Tokeniser(tokenizer_path, trust_remote_code, settings)
+        tokeniser = RowTokenizer(tokenizer_path, trust_remote_code, settings)
         heldout, warnings = _held_out(held_sources, held_pieces, tokeniser)
-        worker = PieceWorker(tokenizer_path, trust_remote_code, settings, count_eligible, str(aside), heldout)
-        _tokenise_all(pieces, worker, settings.workers, aside, hear)
+        worker = ShardWorker(tokenizer_path, trust_remote_code, settings, count_eligible, str(aside), heldout)
+        _tokenize_all(pieces, worker, settings.workers, aside, hear)
         _check_unchanged(paths, before, aside)
-        return finish(
+        return finalize(
             aside,
             store,
             pieces,
@@ -126,7 +126,7 @@ def _aside(store: Path, fingerprint: str) -> Path:
     return aside
 
 
-def _check_unchanged(paths: Sequence[Named], before: Sequence[tuple[int, int]], aside: Path) -> None:
+def _check_unchanged(paths: Sequence[DataFile], before: Sequence[tuple[int, int]], aside: Path) -> None:
     """Refuse files that changed while they were read, and remove what was made of them.
 
     Raises:
@@ -147,9 +147,9 @@ def check_store(path: Path, tokenizer_path: str, settings: DataConfig, *, trust_
     manifest = stored.read_manifest(path)
     tokenizer = load_tokenizer(tokenizer_path, trust_remote_code)
     wanted = _ingredients([], [], tokenizer, settings)
-    faults = _differences({**manifest["ingredients"], "rows": [], "heldout": []}, wanted)
-    if faults:
-        raise DataError(f"{path}: the store was made with other ingredients ({'; '.join(faults)}); {_REMEDY}")
+    errors = _differences({**manifest["ingredients"], "rows": [], "heldout": []}, wanted)
+    if errors:
+        raise DataError(f"{path}: the store was made with other ingredients ({'; '.join(errors)}); {_REMEDY}")
 
 
 def other_target(path: Path, target: Mapping[str, str]) -> str | None:
@@ -178,18 +178,18 @@ def _told(store: Path) -> Generator[None, None, None]:
         yield
     except PacelineError:
         raise
-    except BrokenProcessPool as fault:
+    except BrokenProcessPool as error:
         raise DataError(
-            f"{store}: a process that tokenised was ended from outside, perhaps for its memory; {_GO_ON}"
-        ) from fault
-    except OSError as fault:
-        raise DataError(f"{store}: cannot be made: {fault.strerror or fault}; {_GO_ON}") from fault
+            f"{store}: a process that tokenized was ended from outside, perhaps for its memory; {_GO_ON}"
+        ) from error
+    except OSError as error:
+        raise DataError(f"{store}: cannot be made: {error.strerror or error}; {_GO_ON}") from error
 
 
 _GO_ON = "mend that and run the same command to go on with what is missing"
 
 
-def _stamps(files: Sequence[Named]) -> list[tuple[int, int]]:
+def _stamps(files: Sequence[DataFile]) -> list[tuple[int, int]]:
     """Size and time of the last change of each file."""
     return [(found.st_size, found.st_mtime_ns) for found in (named.path.stat() for named in files)]
 
@@ -199,7 +199,7 @@ def _silence(stage: str, done: int, total: int) -> None:
 
 
 def _ingredients(
-    sources: Sequence[Source], heldout: Sequence[Source], tokenizer: Any, settings: DataConfig
+    sources: Sequence[RowSource], heldout: Sequence[RowSource], tokenizer: Any, settings: DataConfig
 ) -> JsonDict:
     return {
         "format": stored.FORMAT,
@@ -229,7 +229,7 @@ def _found_store(store: Path, fingerprint: str, ingredients: JsonDict, *, replac
 
 
 def _differences(theirs: JsonDict, ours: JsonDict) -> list[str]:
-    faults = [
+    errors = [
         f"another {word}"
         for key, word in (
             ("rows", "data"),
@@ -241,22 +241,24 @@ def _differences(theirs: JsonDict, ours: JsonDict) -> list[str]:
         if theirs.get(key) != ours[key]
     ]
     before = theirs.get("settings", {})
-    faults += [
+    errors += [
         f"data.{name} {before.get(name)} there, {value} asked"
         for name, value in ours["settings"].items()
         if before.get(name) != value
     ]
-    return faults
+    return errors
 
 
-def _held_out(sources: Sequence[Source], pieces: Sequence[Piece], tokeniser: Tokeniser) -> tuple[HeldOut, list[str]]:
+def _held_out(
+    sources: Sequence[RowSource], pieces: Sequence[Shard], tokeniser: RowTokenizer
+) -> tuple[HeldOut, list[str]]:
     """What must not be trained on, and a line for each held-out file without chats."""
     prompts: list[bytes] = []
     hashes: list[int] = []
     chats, others = [0] * len(sources), [0] * len(sources)
     for piece in pieces:
-        for line, values in read_piece(piece):
-            if isinstance(values, SetAside):
+        for line, values in read_shard(piece):
+            if isinstance(values, RowRejected):
                 raise DataError(f"{piece.path}:{line}: held-out row is not valid JSON; repair or remove the line")
             try:
                 row = read_row(values, answered=False)
@@ -267,7 +269,7 @@ def _held_out(sources: Sequence[Source], pieces: Sequence[Piece], tokeniser: Tok
                     ids = row.ids if isinstance(row, ReadyTokens) else tokeniser.samples(row)[0].ids
                     hashes.append(content_hash(np.asarray(ids, dtype=np.int32)))
                     others[piece.source] += 1
-            except SetAside:
+            except RowRejected:
                 continue
     said: list[str] = []
     for source, asked, told in zip(sources, chats, others, strict=True):
@@ -281,16 +283,16 @@ def _held_out(sources: Sequence[Source], pieces: Sequence[Piece], tokeniser: Tok
     return HeldOut(prompts, hashes), said
 
 
-def _tokenise_all(pieces: Sequence[Piece], worker: PieceWorker, workers: int, aside: Path, hear: Progress) -> None:
+def _tokenize_all(pieces: Sequence[Shard], worker: ShardWorker, workers: int, aside: Path, hear: Progress) -> None:
     missing = [piece for piece in pieces if not finished(aside, piece)]
     done = len(pieces) - len(missing)
-    hear("tokenising", done, len(pieces))
+    hear("tokenizing", done, len(pieces))
     if workers == 1 or len(missing) <= 1:
         start_worker(worker)
         for piece in missing:
-            tokenise_piece(piece)
+            tokenize_shard(piece)
             done += 1
-            hear("tokenising", done, len(pieces))
+            hear("tokenizing", done, len(pieces))
         return
     # Fresh processes: a fork would copy the threads' locks of whatever this process has loaded.
     with ProcessPoolExecutor(
@@ -299,12 +301,12 @@ def _tokenise_all(pieces: Sequence[Piece], worker: PieceWorker, workers: int, as
         initializer=start_worker,
         initargs=(worker,),
     ) as pool:
-        waiting = [pool.submit(tokenise_piece, piece) for piece in missing]
+        waiting = [pool.submit(tokenize_shard, piece) for piece in missing]
         try:
             for future in as_completed(waiting):
                 future.result()
                 done += 1
-                hear("tokenising", done, len(pieces))
+                hear("tokenizing", done, len(pieces))
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 
 import numpy as np
 
-from paceline.contracts import JsonDict
+from paceline.types import JsonDict
 
 REASONS = {
     "invalid_json": "not valid JSON",

@@ -1,4 +1,4 @@
-"""The tokenised store: Arrow parts with the tokens, an index with lengths and anchor counts, a manifest.
+"""The tokenized store: Arrow parts with the tokens, an index with lengths and anchor counts, a manifest.
 
     STORE/manifest.json      what it was made from, and the report
     STORE/index.arrow        one row a sample: part, row in the part, length, eligible, supervised, source, line, tags
@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from paceline.contracts import JsonDict
 from paceline.errors import DataError
+from paceline.types import JsonDict
 
 FORMAT = 1
 MANIFEST, INDEX = "manifest.json", "index.arrow"
@@ -59,10 +59,10 @@ def read_table(path: Path) -> pa.Table:
     try:
         with pa.memory_map(str(path)) as source:
             return pa.ipc.open_file(source).read_all()
-    except (OSError, pa.ArrowInvalid) as fault:
+    except (OSError, pa.ArrowInvalid) as error:
         raise DataError(
-            f"{path}: cannot be read ({fault}); remove the store and run `paceline prepare` again"
-        ) from fault
+            f"{path}: cannot be read ({error}); remove the store and run `paceline prepare` again"
+        ) from error
 
 
 def write_table(table: pa.Table, path: Path) -> None:
@@ -187,11 +187,11 @@ def read_manifest(folder: Path) -> JsonDict:
     try:
         manifest: Any = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise DataError(f"{folder}: no tokenised store here; run `paceline prepare` first") from None
-    except (OSError, ValueError) as fault:
+        raise DataError(f"{folder}: no tokenized store here; run `paceline prepare` first") from None
+    except (OSError, ValueError) as error:
         raise DataError(
-            f"{file}: cannot be read ({fault}); remove the store and run `paceline prepare` again"
-        ) from fault
+            f"{file}: cannot be read ({error}); remove the store and run `paceline prepare` again"
+        ) from error
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         found = manifest.get("format") if isinstance(manifest, dict) else None
         raise DataError(f"{file}: store format {found}, this paceline reads {FORMAT}; prepare the data again")

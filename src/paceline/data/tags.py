@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from paceline.data.conversation import Conversation, PlainText, Row
+from paceline.data.rows import Conversation, PlainText, Row
 
 _SCRIPTS = {
     "script:chinese": re.compile(r"[\u4e00-\u9fff]"),

@@ -44,11 +44,11 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedToke
 
     try:
         found = AutoTokenizer.from_pretrained(place, **options)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as fault:
-        lines = str(fault).strip().splitlines()
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
+        lines = str(error).strip().splitlines()
         raise DataError(
-            f"{path}: its tokenizer cannot be loaded: {lines[0] if lines else type(fault).__name__}"
-        ) from fault
+            f"{path}: its tokenizer cannot be loaded: {lines[0] if lines else type(error).__name__}"
+        ) from error
     if found is None:
         raise DataError(f"{path}: transformers knows no tokenizer for this target; give a folder with tokenizer.json")
     return found
@@ -80,8 +80,8 @@ def end_token_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     if file.is_file():
         try:
             written = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
-        except (ValueError, AttributeError) as fault:
-            raise DataError(f"{file}: no JSON object ({fault}); repair or remove it") from fault
+        except (ValueError, AttributeError) as error:
+            raise DataError(f"{file}: no JSON object ({error}); repair or remove it") from error
         for item in written if isinstance(written, list) else [] if written is None else [written]:
             if type(item) is not int or not 0 <= item < len(tokenizer) or tokenizer.convert_ids_to_tokens(item) is None:
                 raise DataError(

@@ -21,7 +21,7 @@ def rows_at_once(chunk: int, vocabulary: int) -> int:
     return max(1, min(chunk, WHOLE_ROWS // vocabulary))
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """float64 for float64, else float32: the type in which norms, tables and losses compute."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
@@ -49,7 +49,7 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[..., size] → [..., size], same type."""
         if not torch.is_grad_enabled():
-            kind = wide(x.dtype)
+            kind = accumulation_dtype(x.dtype)
             return F.rms_norm(x.to(kind), x.shape[-1:], self.weight.to(kind), self.epsilon).to(x.dtype)
         output = _RMSNorm.apply(x, self.weight, self.epsilon)
         assert isinstance(output, Tensor)
@@ -62,7 +62,7 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         """[..., size] → [..., size]."""
-        x_wide = x.to(wide(x.dtype))
+        x_wide = x.to(accumulation_dtype(x.dtype))
         square = torch.linalg.vector_norm(x_wide, dim=-1, keepdim=True).square_()
         scale = square.div_(x.shape[-1]).add_(epsilon).rsqrt_()
         ctx.save_for_backward(x, weight, scale)
@@ -131,7 +131,7 @@ def rotary_table(positions: Tensor, size: int, theta: float, dtype: torch.dtype)
     Returns:
         cos and sin, each [..., E / 2].
     """
-    kind = wide(dtype)
+    kind = accumulation_dtype(dtype)
     steps = torch.arange(0, size, 2, device=positions.device, dtype=kind) / size
     angles = positions.to(kind)[..., None] * (theta**-steps)
     return angles.cos(), angles.sin()

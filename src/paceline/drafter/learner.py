@@ -22,24 +22,24 @@ from torch.nn import functional as F
 from paceline.config.drafter import DrafterConfig
 from paceline.config.objective import ObjectiveConfig
 from paceline.config.optimizer import OptimizerConfig
-from paceline.contracts import FeatureBatch, HostBatch, Ratio, StepReport
-from paceline.drafter.blocks import BlockTable, build_blocks
-from paceline.drafter.diagnosis import diagnose, diagnosis_ratios, spread
-from paceline.drafter.head import choose_head
-from paceline.drafter.mixture import MixtureLosses, Teacher, head_mixture
+from paceline.drafter.block_inputs import BlockInputs, build_blocks
+from paceline.drafter.distributed import add_counters, add_gradients
+from paceline.drafter.host_copy import copy_to_host
+from paceline.drafter.loss import choose_head
+from paceline.drafter.loss.decay import default_gamma
+from paceline.drafter.loss.distillation import MixtureLosses, Teacher, distillation_loss
+from paceline.drafter.loss.weighting import weigh
+from paceline.drafter.loss.weights import SLOT_WEIGHTS
+from paceline.drafter.metrics import WindowMetrics, bucket_totals, ratios_of, sample_losses
 from paceline.drafter.network import Drafter
 from paceline.drafter.noise import add_noise, noise_ratio
-from paceline.drafter.objectives import SLOT_WEIGHTS
-from paceline.drafter.objectives.decay import default_gamma
-from paceline.drafter.objectives.weighting import weigh
 from paceline.drafter.optimizer import MasterOptimizer
-from paceline.drafter.portions import portions
-from paceline.drafter.ranks import add_counters, add_gradients
 from paceline.drafter.schedule import Schedule, ramp
-from paceline.drafter.snapshot import snapshot
 from paceline.drafter.spec import DrafterSpec
-from paceline.drafter.tally import WindowTally, bucket_totals, ratios_of, sample_losses
+from paceline.drafter.split_batch import split_batch
+from paceline.drafter.tree_metrics import diagnose, diagnosis_ratios, evenly_spaced
 from paceline.errors import DrafterError
+from paceline.types import FeatureBatch, HostBatch, Ratio, StepReport
 
 COMPUTE_TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -109,7 +109,7 @@ class Learner:
         self.noise_ratios = noise_ratio(drafter.noise, total_steps)
         self.steps_done = 0
         self.skipped_in_row = 0
-        self._tally = WindowTally(spec.num_drafts, self.device)
+        self._tally = WindowMetrics(spec.num_drafts, self.device)
 
     def accumulate(self, batch: FeatureBatch) -> None:
         """Adds a micro-batch to the open window: its undivided gradient, loss and metrics.
@@ -128,7 +128,7 @@ class Learner:
             self._tally.add("noise", energies.flatten())
         every = self.settings.diagnose_every
         diagnosing = bool(every) and self.steps_done % every == 0
-        for part in portions(batch.host, self.spec.block_size, self.settings.positions_per_pass):
+        for part in split_batch(batch.host, self.spec.block_size, self.settings.positions_per_pass):
             teacher_input = last[part.tokens] if last is not None else None
             total = self._measure(part.host, features[part.tokens], teacher_input, self._tally, diagnosing)
             if total is not None:
@@ -144,11 +144,11 @@ class Learner:
         Returns:
             ``loss`` and all ratios of `StepReport.ratios` that depend on the batches.
         """
-        tally = WindowTally(self.spec.num_drafts, self.device)
+        tally = WindowMetrics(self.spec.num_drafts, self.device)
         for batch in batches:
             self._require_teacher(batch)
             features, last = self._moved(batch)
-            for part in portions(batch.host, self.spec.block_size, self.settings.positions_per_pass):
+            for part in split_batch(batch.host, self.spec.block_size, self.settings.positions_per_pass):
                 teacher_input = last[part.tokens] if last is not None else None
                 self._measure(part.host, features[part.tokens], teacher_input, tally, diagnosing=True)
         sums, _ = tally.fetch(torch.zeros(0, device=self.device))
@@ -171,7 +171,7 @@ class Learner:
         Raises:
             DrafterError: too many windows in a row had a gradient that is not finite; names their samples.
         """
-        tally, self._tally = self._tally, WindowTally(self.spec.num_drafts, self.device)
+        tally, self._tally = self._tally, WindowMetrics(self.spec.num_drafts, self.device)
         counts, batches, max_length = tally.bucket_counts(), tally.batches, tally.max_length
         if self.world is not None:
             add_gradients(self.optimizer.gradients(), self.world)
@@ -236,7 +236,7 @@ class Learner:
             "steps_done": self.steps_done,
             "skipped_in_row": self.skipped_in_row,
         }
-        return snapshot(state, into)
+        return copy_to_host(state, into)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes on what `state_dict` gave; the next window trains exactly as if the run had never stopped."""
@@ -246,7 +246,7 @@ class Learner:
         self.skipped_in_row = int(state["skipped_in_row"])
 
     def _measure(
-        self, host: HostBatch, features: Tensor, last_hidden: Tensor | None, tally: WindowTally, diagnosing: bool
+        self, host: HostBatch, features: Tensor, last_hidden: Tensor | None, tally: WindowMetrics, diagnosing: bool
     ) -> Tensor | None:
         """Σ weighted loss of some samples, differentiable; their metrics go to the tally. None without anchors."""
         table = build_blocks(host, self.spec)
@@ -276,14 +276,14 @@ class Learner:
         for name, values in found.terms.items():
             tally.add(f"term/{name}", torch.stack([values.sum(), torch.full_like(values[0], len(values))]))
         if diagnosing:
-            chosen = spread(len(table.live), self.settings.diagnose_share)
+            chosen = evenly_spaced(len(table.live), self.settings.diagnose_share)
             first, some = self.spec.first_draft_slot, self._on_device(chosen)
             labels = self._on_device(table.labels[chosen])
             drafting = hidden.detach().index_select(0, some)[:, first : first + self.spec.num_drafts]
             diagnose(drafting, self._head, labels, live[some], self.settings.head_chunk, tally)
         return total
 
-    def _losses(self, hidden: Tensor, table: BlockTable, last_hidden: Tensor | None) -> MixtureLosses:
+    def _losses(self, hidden: Tensor, table: BlockInputs, last_hidden: Tensor | None) -> MixtureLosses:
         """Losses of the live drafts from the hidden states of all slots [A·K, D]."""
         supervised = hidden.index_select(0, self._on_device(table.rows))
         labels = table.labels.reshape(-1)[table.cells]
@@ -292,7 +292,7 @@ class Learner:
             losses, right = self._cross_entropy(supervised, self._head, labels, self.settings.head_chunk)
             return MixtureLosses(losses, losses.detach(), right, {"ce": losses.detach()})
         rows = last_hidden.index_select(0, self._on_device(table.teacher_rows)) if last_hidden is not None else None
-        return head_mixture(supervised, self._head, labels, shares, self.teacher, rows, self.settings.head_chunk)
+        return distillation_loss(supervised, self._head, labels, shares, self.teacher, rows, self.settings.head_chunk)
 
     def _moved(self, batch: FeatureBatch) -> tuple[Tensor, Tensor | None]:
         last = batch.last_hidden if self.objective.needs_teacher else None
@@ -322,7 +322,7 @@ class Learner:
             values["schedule/gamma"] = self.gammas.at(step)
         return {name: Ratio(value, 1.0) for name, value in values.items()}
 
-    def _hidden(self, host: HostBatch, features: Tensor, table: BlockTable) -> Tensor:
+    def _hidden(self, host: HostBatch, features: Tensor, table: BlockInputs) -> Tensor:
         blocks = F.embedding(self._on_device(table.tokens), self._embedding)
         return self.network.training_forward(features, host.lengths, host.anchors, host.anchor_counts, blocks)
 
@@ -334,7 +334,7 @@ class Learner:
         norms = torch.cat([p.detach() for p in self.optimizer.parameters if p.ndim == 1])
         return (norms == 1).sum().float(), torch.full((), float(norms.numel()), device=self.device)
 
-    def _not_finite(self, tally: WindowTally, sums: dict[str, np.ndarray], step: int) -> str:
+    def _not_finite(self, tally: WindowMetrics, sums: dict[str, np.ndarray], step: int) -> str:
         bad = [index for index in tally.rows if not np.isfinite(sums.get(f"batch/{index}", np.zeros(2))).all()]
         named = bad or list(tally.rows)
         samples = [int(row) for index in named for row in tally.rows[index]]

@@ -16,10 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from paceline.drafter.attention import BACKENDS, Attention, rows_attention
+from paceline.drafter.attention import BACKENDS, Attention, decode_attention
 from paceline.drafter.attention.layout import Layout
-from paceline.drafter.cache import ContextCache
-from paceline.drafter.decoding import MOST_WAITING, DecodeWeights, weights_key
+from paceline.drafter.context_cache import ContextCache
+from paceline.drafter.fast_draft import MOST_WAITING, FusedWeights, weights_key
 from paceline.drafter.layers import GatedMLP, Linear, RMSNorm, rotary_table, rotate
 from paceline.drafter.spec import DrafterSpec
 from paceline.errors import DrafterError
@@ -108,7 +108,7 @@ class Drafter(nn.Module):
         super().__init__()
         self.spec = spec
         self.attention = attention
-        self._copied: DecodeWeights | None = None
+        self._copied: FusedWeights | None = None
         self.fc = Linear(len(spec.taps) * spec.hidden_size, spec.hidden_size)
         self.hidden_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
         self.layers = nn.ModuleList(DraftLayer(spec) for _ in range(spec.num_layers))
@@ -211,12 +211,12 @@ class Drafter(nn.Module):
         self._settle(cache)
         return self.draft_blocks(cache.layers(block_embeddings), cache.capacity, [position], block_embeddings[None])[0]
 
-    def _weights(self, cache: ContextCache, like: Tensor) -> DecodeWeights:
+    def _weights(self, cache: ContextCache, like: Tensor) -> FusedWeights:
         """Copied weights for a sequence; the copies of the last one where no weight was written since."""
         if cache.weights is None:
             if self._copied is None or self._copied.key != weights_key(self, like.dtype):
                 self._copied = None  # the old copies go before there are new ones
-                self._copied = DecodeWeights(self, like.dtype)
+                self._copied = FusedWeights(self, like.dtype)
             cache.weights = self._copied
         return cache.weights
 
@@ -249,7 +249,7 @@ class Drafter(nn.Module):
             block_embeddings.shape[1],
             block_embeddings.device,
         )
-        attend = rows_attention if self.attention == "auto" else self._backend(block_embeddings.device)
+        attend = decode_attention if self.attention == "auto" else self._backend(block_embeddings.device)
         return self._blocks(block_embeddings, contexts, layout, attend)
 
     def context(self, features: Tensor) -> Tensor:

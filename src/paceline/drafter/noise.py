@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from paceline.config.drafter import NoiseConfig
-from paceline.contracts import HostBatch
 from paceline.drafter.schedule import Schedule, ramp
+from paceline.types import HostBatch
 
 _KEY = 0x6E6F6973_65000000
 """Second word of the generator's key: another stream than the anchors'."""

@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
 from paceline.config.drafter import DrafterConfig
-from paceline.contracts import TargetFacts
 from paceline.errors import DrafterError
+from paceline.types import TargetFacts
 
 LayerKind = Literal["full", "sliding"]
 
@@ -67,9 +67,9 @@ class DrafterSpec:
     pad_token_id: int | None = None
 
     def __post_init__(self) -> None:
-        faults = _faults(self)
-        if faults:
-            raise DrafterError(*faults)
+        errors = _errors(self)
+        if errors:
+            raise DrafterError(*errors)
 
     @property
     def first_draft_slot(self) -> int:
@@ -116,12 +116,12 @@ def derive_spec(
         mask_token_id: the tokenizer's mask token, or None; `config.mask_token_id` goes first.
 
     Raises:
-        DrafterError: one line per fault.
+        DrafterError: one line per error.
     """
     mask = config.mask_token_id if config.mask_token_id is not None else mask_token_id
-    faults = _mask_faults(mask, facts)
+    errors = _mask_errors(mask, facts)
     if config.hidden_size is not None and config.hidden_size != facts.hidden_size:
-        faults.append(
+        errors.append(
             f"drafter.hidden_size = {config.hidden_size}: the drafter shares the target's embedding and head; "
             f"allowed: {facts.hidden_size}; drop the key"
         )
@@ -138,9 +138,9 @@ def derive_spec(
     if shape["head_dim"] is None and heads:
         shape["head_dim"] = facts.hidden_size // heads
     unset = [name for name, value in shape.items() if value is None]
-    faults += [f"drafter.{name}: unset, and the target does not say it; give drafter.{name}" for name in unset]
-    if faults:
-        raise DrafterError(*faults)
+    errors += [f"drafter.{name}: unset, and the target does not say it; give drafter.{name}" for name in unset]
+    if errors:
+        raise DrafterError(*errors)
     assert mask is not None
     return DrafterSpec(
         num_layers=config.num_layers,
@@ -162,7 +162,7 @@ def derive_spec(
     )
 
 
-def _mask_faults(mask: int | None, facts: TargetFacts) -> list[str]:
+def _mask_errors(mask: int | None, facts: TargetFacts) -> list[str]:
     if mask is None:
         return ["drafter.mask_token_id: unset, and the tokenizer has no mask token; give an unused id of the embedding"]
     roles = [("pad", facts.pad_token_id), ("bos", facts.bos_token_id), *(("eos", eos) for eos in facts.eos_token_ids)]
@@ -180,28 +180,28 @@ def _mask_faults(mask: int | None, facts: TargetFacts) -> list[str]:
     return []
 
 
-def _faults(spec: DrafterSpec) -> list[str]:
-    faults = []
+def _errors(spec: DrafterSpec) -> list[str]:
+    errors = []
     if spec.block_size < 2:
-        faults.append(f"block_size = {spec.block_size}: a block of one slot drafts nothing; allowed: 2 or more")
+        errors.append(f"block_size = {spec.block_size}: a block of one slot drafts nothing; allowed: 2 or more")
     if len(spec.layers) != spec.num_layers or len(spec.causal) != spec.num_layers:
-        faults.append(f"layers and causal must list one value for each of the {spec.num_layers} draft layers")
+        errors.append(f"layers and causal must list one value for each of the {spec.num_layers} draft layers")
     if ("sliding" in spec.layers) != (spec.sliding_window is not None):
-        faults.append("sliding_window must be given exactly when a layer is sliding")
+        errors.append("sliding_window must be given exactly when a layer is sliding")
     if spec.num_attention_heads % max(1, spec.num_key_value_heads):
-        faults.append(
+        errors.append(
             f"num_attention_heads = {spec.num_attention_heads}: must be a multiple of num_key_value_heads "
             f"{spec.num_key_value_heads}"
         )
     if spec.head_dim % 2:
-        faults.append(f"head_dim = {spec.head_dim}: rotary embeddings need an even size")
+        errors.append(f"head_dim = {spec.head_dim}: rotary embeddings need an even size")
     if not 0 <= spec.mask_token_id < spec.vocab_size:
-        faults.append(f"mask_token_id = {spec.mask_token_id}: outside the embedding of {spec.vocab_size} rows")
+        errors.append(f"mask_token_id = {spec.mask_token_id}: outside the embedding of {spec.vocab_size} rows")
     if not spec.taps:
-        faults.append("taps: none; give at least one target layer")
+        errors.append("taps: none; give at least one target layer")
     outside = [tap for tap in spec.taps if not 0 <= tap < spec.num_target_layers]
     if outside:
-        faults.append(f"taps {outside}: outside the target's {spec.num_target_layers} layers, counted from 0")
+        errors.append(f"taps {outside}: outside the target's {spec.num_target_layers} layers, counted from 0")
     if len(set(spec.taps)) != len(spec.taps):
-        faults.append(f"taps {list(spec.taps)}: each layer may be tapped once")
-    return faults
+        errors.append(f"taps {list(spec.taps)}: each layer may be tapped once")
+    return errors

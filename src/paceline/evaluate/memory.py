@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from paceline.target.session import TargetSession
+from paceline.decode.session import TargetSession
 
 if TYPE_CHECKING:
     from paceline.drafter.network import Drafter
-    from paceline.target.frozen import Target
+    from paceline.target_model.model import TargetModel
 
 PROBE_TOKENS = 4
 """Tokens that are read to see by how much the target's cache grows."""
@@ -41,7 +41,7 @@ class Memory:
     weights_read_per_token: int | None
 
 
-def measure_memory(target: Target, network: Drafter, tau: float | None) -> Memory:
+def measure_memory(target: TargetModel, network: Drafter, tau: float | None) -> Memory:
     """Bytes of a pair.
 
     Args:

@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from paceline.evaluate.decode import Decoded
+from paceline.decode.chain import Decoded
 
 if TYPE_CHECKING:
     from paceline.drafter.network import Drafter
-    from paceline.target.frozen import Target
+    from paceline.target_model.model import TargetModel
 
 
 @torch.no_grad()
 def training_accepted(
-    target: Target, network: Drafter, prompt_ids: Sequence[int], answer: Decoded
+    target: TargetModel, network: Drafter, prompt_ids: Sequence[int], answer: Decoded
 ) -> tuple[list[int], list[int]]:
     """Accepted drafts per block, by the decode loop and by one training forward over prompt and answer.
 

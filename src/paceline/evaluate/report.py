@@ -6,8 +6,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.evaluate.measures import GroupTau, Lossless, SlotRate
 from paceline.evaluate.memory import Memory
+from paceline.evaluate.metrics import GroupTau, Lossless, SlotRate
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,10 +105,10 @@ class EvaluationReport:
     memory: Memory
 
     @property
-    def faults(self) -> int:
+    def errors(self) -> int:
         """Answers, with the chain and with trees, that differ from the target's own by more than rounding."""
         found = (self.lossless, self.tree.lossless if self.tree is not None else None)
-        return sum(entry.faults for entry in found if entry is not None)
+        return sum(entry.errors for entry in found if entry is not None)
 
     def to_json(self) -> dict[str, Any]:
         """Nested plain values."""

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from paceline.contracts import TargetFacts
     from paceline.drafter.spec import DrafterSpec
+    from paceline.types import TargetFacts
 
 HUB_NAME = re.compile(r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*$")
 """A target that the hub knows, if no folder has that name."""

@@ -33,8 +33,8 @@ def read_note(folder: str | Path) -> dict[str, Any]:
             raise ValueError("it names no target")
         if not isinstance(note["target"].get("identity", {}), dict):
             raise ValueError("its target's identity is no object")
-    except ValueError as fault:
-        raise ExportError(f"{path}: damaged ({fault}); export the drafter again") from fault
+    except ValueError as error:
+        raise ExportError(f"{path}: damaged ({error}); export the drafter again") from error
     return note
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from paceline.export.qwen3 import read_config
+from paceline.export.config_keys import read_config
 from paceline.export.speculators import MODEL_TYPE_KEY, read_speculators
 from paceline.export.zlab import read_zlab
 
@@ -32,6 +32,6 @@ def read_drafter(folder: str | Path) -> tuple[DrafterSpec, dict[str, Tensor]]:
     """Spec and tensors of a drafter folder of either format, ours or published.
 
     Raises:
-        ExportError: a folder that is no DFlash drafter; one line for each fault.
+        ExportError: a folder that is no DFlash drafter; one line for each error.
     """
     return READERS[folder_format(folder)](folder)

@@ -79,9 +79,9 @@ def push(folder: str | Path, repository: str, *, private: bool = True, hub: Hub 
     try:
         hub.create_repo(repository, private=private, exist_ok=True)
         commit = hub.upload_folder(repo_id=repository, folder_path=str(folder), commit_message="Upload DFlash drafter")
-    except (HfHubHTTPError, OfflineModeIsEnabled, OSError, ValueError) as fault:
-        reason = (str(fault).strip() or type(fault).__name__).splitlines()[0]
+    except (HfHubHTTPError, OfflineModeIsEnabled, OSError, ValueError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ExportError(
             f"push {repository}: {reason}; the folder {folder} is complete and can be pushed later"
-        ) from fault
+        ) from error
     return str(commit)

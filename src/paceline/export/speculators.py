@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.errors import ExportError
-from paceline.export.folder import appearing
-from paceline.export.qwen3 import (
+from paceline.export.compatibility import build_spec, check_mask, check_target
+from paceline.export.config_keys import (
     agreed,
     flag,
     integer,
@@ -24,14 +24,14 @@ from paceline.export.qwen3 import (
     shape_fields,
     write_config,
 )
-from paceline.export.target import build_spec, check_mask, check_target
+from paceline.export.folder import appearing
 from paceline.export.weights import SHARD_BYTES, check_shapes, in_dtype, read_weights, write_weights
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from paceline.contracts import TargetFacts
     from paceline.drafter.spec import DrafterSpec
+    from paceline.types import TargetFacts
 
 ARCHITECTURE = "DFlashDraftModel"
 MODEL_TYPE_KEY = "speculators_model_type"
@@ -162,7 +162,7 @@ def write_speculators(
     shard_bytes: int = SHARD_BYTES,
     extras: Callable[[Path, Mapping[str, Tensor]], None] | None = None,
 ) -> dict[str, Tensor]:
-    """Write a speculators folder; it appears whole or not at all. Arguments and faults as for `write_zlab`.
+    """Write a speculators folder; it appears whole or not at all. Arguments and errors as for `write_zlab`.
 
     Returns:
         The tensors as stored.

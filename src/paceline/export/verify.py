@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from paceline.errors import ExportError
+from paceline.export.config_keys import read_config
 from paceline.export.formats import folder_format, read_drafter
 from paceline.export.golden import draft_logits, golden_difference, stand_ins
-from paceline.export.qwen3 import read_config
 from paceline.export.speculators import speculators_config
 from paceline.export.weights import DTYPES, content_hash, in_dtype
 from paceline.export.zlab import zlab_config
@@ -21,8 +21,8 @@ from paceline.export.zlab import zlab_config
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from paceline.contracts import TargetFacts
     from paceline.drafter.spec import DrafterSpec
+    from paceline.types import TargetFacts
 
 GOLDEN_TOLERANCE = 1e-4
 """Largest difference of golden hidden states (of unit scale) that another thread count or machine may cause."""
@@ -72,25 +72,25 @@ def verify(
         ExportError: one line for each difference.
     """
     read_spec, read_state = read_drafter(folder)
-    faults = list(_spec_differences(folder, read_spec, spec))
+    errors = list(_spec_differences(folder, read_spec, spec))
     dtype = _dtype(folder, read_state)
     stored = in_dtype(state, spec, dtype)
-    faults = faults or list(_key_differences(folder, spec, dtype, facts))
-    if not faults:
-        faults = list(_tensor_differences(folder, read_state, stored))
-    if faults:
-        raise ExportError(*faults)
+    errors = errors or list(_key_differences(folder, spec, dtype, facts))
+    if not errors:
+        errors = list(_tensor_differences(folder, read_state, stored))
+    if errors:
+        raise ExportError(*errors)
     inputs = stand_ins(spec)
     ours = draft_logits(spec, stored, inputs)[1]
     theirs = draft_logits(read_spec, read_state, inputs)[1]
     difference = float((theirs - ours).abs().max())
     if not torch.equal(theirs, ours):
-        faults.append(f"{folder}: logits differ from the trainer's drafter by {difference:.3g}; export again")
+        errors.append(f"{folder}: logits differ from the trainer's drafter by {difference:.3g}; export again")
     golden = golden_difference(Path(folder), read_spec, read_state)
     if golden is not None and not golden <= GOLDEN_TOLERANCE:
-        faults.append(f"{folder}: golden hidden states differ from the drafter's by {golden:.3g}; export again")
-    if faults:
-        raise ExportError(*faults)
+        errors.append(f"{folder}: golden hidden states differ from the drafter's by {golden:.3g}; export again")
+    if errors:
+        raise ExportError(*errors)
     return Verification(
         format=folder_format(folder),
         dtype=dtype,

@@ -31,7 +31,7 @@ INDEX_FILE = "model.safetensors.index.json"
 SHARD_BYTES = 5_000_000_000
 """Above this many bytes the tensors are spread over several files, as transformers has long done."""
 MAX_LISTED = 8
-"""At most this many tensors are named in one fault."""
+"""At most this many tensors are named in one error."""
 
 
 def expected_shapes(spec: DrafterSpec) -> dict[str, tuple[int, ...]]:
@@ -62,7 +62,7 @@ def expected_shapes(spec: DrafterSpec) -> dict[str, tuple[int, ...]]:
 
 
 def check_shapes(where: str, spec: DrafterSpec, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Refuse tensors that are missing, left over or misshaped; one line for each kind of fault.
+    """Refuse tensors that are missing, left over or misshaped; one line for each kind of error.
 
     Engines take random weights for missing tensors and ignore unknown ones without a word; here both are errors.
 
@@ -70,20 +70,20 @@ def check_shapes(where: str, spec: DrafterSpec, shapes: Mapping[str, tuple[int, 
         ExportError: names the tensors, the shapes found and the shapes wanted.
     """
     wanted = expected_shapes(spec)
-    faults = []
+    errors = []
     if missing := [name for name in wanted if name not in shapes]:
-        faults.append(f"{where}: tensors missing: {_listed(missing)}; write the folder again from its checkpoint")
+        errors.append(f"{where}: tensors missing: {_listed(missing)}; write the folder again from its checkpoint")
     if extra := sorted(name for name in shapes if name not in wanted):
-        faults.append(
+        errors.append(
             f"{where}: tensors that no drafter of this configuration has: {_listed(extra)}; "
             "embedding and head belong to the target, other names to another kind of drafter"
         )
     for name, shape in wanted.items():
         if name in shapes and tuple(shapes[name]) != shape:
             found = list(shapes[name])
-            faults.append(f"{where}: {name} has shape {found}, the configuration asks for {list(shape)}")
-    if faults:
-        raise ExportError(*faults)
+            errors.append(f"{where}: {name} has shape {found}, the configuration asks for {list(shape)}")
+    if errors:
+        raise ExportError(*errors)
 
 
 def _listed(names: list[str]) -> str:
@@ -156,8 +156,8 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
         try:
             places = json.loads((folder / INDEX_FILE).read_text(encoding="utf-8"))["weight_map"]
             files = sorted({str(Path(file)) for file in dict(places).values()})
-        except (ValueError, KeyError, TypeError) as fault:
-            raise ExportError(f"{folder / INDEX_FILE}: no index of safetensors shards ({fault})") from fault
+        except (ValueError, KeyError, TypeError) as error:
+            raise ExportError(f"{folder / INDEX_FILE}: no index of safetensors shards ({error})") from error
         if outside := [file for file in files if Path(file).name != file]:
             raise ExportError(f"{folder / INDEX_FILE}: names a file outside the folder ({outside[0]})")
     elif (folder / SINGLE_FILE).is_file():
@@ -177,8 +177,8 @@ def _tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
         with safe_open(path, framework="pt", device="cpu") as reader:
             for name in reader.keys():  # noqa: SIM118 - safe_open is no mapping
                 yield name, reader.get_tensor(name)
-    except (SafetensorError, OSError) as fault:
-        raise ExportError(f"{path}: cannot be read as safetensors ({fault})") from fault
+    except (SafetensorError, OSError) as error:
+        raise ExportError(f"{path}: cannot be read as safetensors ({error})") from error
 
 
 def content_hash(stored: Mapping[str, Tensor]) -> str:

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.errors import ExportError
-from paceline.export.folder import appearing
-from paceline.export.qwen3 import (
+from paceline.export.compatibility import build_spec, check_mask, check_target
+from paceline.export.config_keys import (
     agreed,
     flag,
     integer,
@@ -24,14 +24,14 @@ from paceline.export.qwen3 import (
     shape_fields,
     write_config,
 )
-from paceline.export.target import build_spec, check_mask, check_target
+from paceline.export.folder import appearing
 from paceline.export.weights import SHARD_BYTES, check_shapes, in_dtype, read_weights, write_weights
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from paceline.contracts import TargetFacts
     from paceline.drafter.spec import DrafterSpec
+    from paceline.types import TargetFacts
 
 ARCHITECTURE = "DFlashDraftModel"
 KNOWN = {"mask_token_id", "target_layer_ids", "block_size", "causal"}

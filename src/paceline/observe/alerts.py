@@ -1,6 +1,6 @@
 """Alerts: a command or a webhook that hears of a skipped step, a loss that jumps, a stall, and the end of the run.
 
-A sink like any other (`paceline.observe.mirror`): it works on a thread of its own, and a command that hangs or an
+A tracker like any other (`trackers.mirror`): it works on a thread of its own, and a command that hangs or an
 address that does not answer costs that alert and, the first time, a warning; never the run, nor the next alert.
 """
 
@@ -22,7 +22,7 @@ from statistics import median
 
 from paceline.config import ObserveConfig
 from paceline.errors import TrackerError
-from paceline.observe.lines import EventLine, StepLine
+from paceline.observe.metrics_file import EventLine, StepLine
 
 DELIVERY_LIMIT_S = 20.0
 """How long a command may run or an address may take to answer."""
@@ -75,7 +75,7 @@ class Alerts:
         if isinstance(line, EventLine):
             if line.event == "failure":
                 self._told_failure = True
-                self._tell("failed", f"failed: {line.fields.get('fault', '')}", line.step)
+                self._tell("failed", f"failed: {line.fields.get('error', '')}", line.step)
             return
         self._lines += 1
         loss = line.values.get("loss")
@@ -139,10 +139,10 @@ class Alerts:
     def _try(self, deliver: Callable[[bytes], None], data: bytes) -> None:
         try:
             deliver(data)
-        except RuntimeError as fault:
+        except RuntimeError as error:
             self.failed_deliveries += 1
             if self.failed_deliveries == 1:
-                self._warn(f"{fault}; this alert is lost, later alerts are still sent")
+                self._warn(f"{error}; this alert is lost, later alerts are still sent")
 
     def _run_command(self, data: bytes) -> None:
         command = self._settings.alert_command
@@ -155,13 +155,13 @@ class Alerts:
                 timeout=DELIVERY_LIMIT_S,
                 check=True,
             )
-        except (subprocess.SubprocessError, OSError) as fault:
-            raise RuntimeError(f"alert command {command[0]}: {fault}") from fault
+        except (subprocess.SubprocessError, OSError) as error:
+            raise RuntimeError(f"alert command {command[0]}: {error}") from error
 
     def _post(self, address: str, data: bytes) -> None:
         request = urllib.request.Request(address, data=data, headers={"Content-Type": "application/json"})
         try:
             with urllib.request.urlopen(request, timeout=DELIVERY_LIMIT_S) as answer:
                 answer.read()
-        except (OSError, http.client.HTTPException, ValueError) as fault:  # URLError is an OSError
-            raise RuntimeError(f"alert webhook {urllib.parse.urlsplit(address).netloc}: {fault}") from fault
+        except (OSError, http.client.HTTPException, ValueError) as error:  # URLError is an OSError
+            raise RuntimeError(f"alert webhook {urllib.parse.urlsplit(address).netloc}: {error}") from error

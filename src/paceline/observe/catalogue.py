@@ -114,7 +114,7 @@ CATALOGUE: tuple[Metric, ...] = (
         "held-out validation batches",
         "ratio",
     ),
-    # Real decoding of a checkpoint by the verifier.
+    # Real decoding of a checkpoint by the evaluator.
     Metric("decode/tau", "token", "tokens per target pass", _DECODED, "last", "higher"),
     Metric("decode/tau_macro", "token", "mean over prompts of their own τ", _DECODED, "last", "higher"),
     Metric("decode/training_tau", "token", "τ of the training forward on the decoded blocks", _DECODED, "last"),

@@ -12,8 +12,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.text import Text
 
 from paceline.config import ObserveConfig
-from paceline.observe.lines import StepLine
-from paceline.observe.numerals import duration, percent, short
+from paceline.observe.metrics_file import StepLine
+from paceline.text import duration, percent, short
 
 Values = Mapping[str, float | None]
 

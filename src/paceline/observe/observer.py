@@ -13,18 +13,18 @@ from typing import Any
 from rich.console import Console
 
 from paceline.config import ObserveConfig
-from paceline.contracts import StepReport
 from paceline.errors import PacelineError, RunDirectoryError, TrackerError
+from paceline.observe.aggregate import LineAggregator
 from paceline.observe.alerts import Alerts
 from paceline.observe.console import View, open_view
-from paceline.observe.lines import FORMAT, METRICS_FILE, EventLine, HeaderLine, MetricsFile, StepLine, gap_text
-from paceline.observe.mirror import Mirror, Sink
-from paceline.observe.sinks import SinkContext, wanted
-from paceline.observe.sinks.isolated import IsolatedSink
-from paceline.observe.spikes import SpikeWatch
-from paceline.observe.tally import Tally
+from paceline.observe.diagnosis.gradient_spikes import SpikeWatch
+from paceline.observe.live_diagnosis import Watch
+from paceline.observe.metrics_file import FORMAT, METRICS_FILE, EventLine, HeaderLine, MetricsFile, StepLine, gap_text
 from paceline.observe.trace import TRACE_FILE, TraceFile
-from paceline.observe.watch import Watch
+from paceline.observe.trackers import SinkContext, wanted
+from paceline.observe.trackers.isolated import IsolatedSink
+from paceline.observe.trackers.mirror import Mirror, Sink
+from paceline.types import StepReport
 
 _STATM = Path("/proc/self/statm")
 """Pages of this process; the second number is what is in memory."""
@@ -71,11 +71,11 @@ def open_observer(
         for name, sink in (sinks or {}).items():
             observer._add_mirror(name, sink)
         observer._begin(console)
-    except OSError as fault:
+    except OSError as error:
         observer._abandon()
-        if isinstance(fault, PacelineError):
+        if isinstance(error, PacelineError):
             raise
-        raise TrackerError(f"{run_dir}: cannot be made ({fault.strerror}); give another run_dir") from fault
+        raise TrackerError(f"{run_dir}: cannot be made ({error.strerror}); give another run_dir") from error
     except PacelineError:
         observer._abandon()
         raise
@@ -93,7 +93,7 @@ class Observer:
         self._total_steps = total_steps
         self._header = header
         self._step = first_step
-        self._tally = Tally()
+        self._tally = LineAggregator()
         self._lock = threading.Lock()
         self._mirrors: list[Mirror] = []
         self._file: MetricsFile | None = None
@@ -268,7 +268,7 @@ class Observer:
             values=values,
             weights=weights,
         )
-        self._tally = Tally()
+        self._tally = LineAggregator()
         self._newest |= {name: (line.step, value) for name, value in values.items()}
         self._send(line)
         if self._view is not None:
@@ -282,9 +282,9 @@ class Observer:
             return
         try:
             call(self._trace)
-        except RunDirectoryError as fault:
+        except RunDirectoryError as error:
             self._trace = None
-            self.warn(f"the trace is dropped: {fault}")
+            self.warn(f"the trace is dropped: {error}")
 
     def _progress(self) -> None:
         gauge = self._tally.gauge

@@ -12,8 +12,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from paceline.contracts import StepReport
 from paceline.errors import RunDirectoryError
+from paceline.types import StepReport
 
 TRACE_FILE = "trace.json"
 
@@ -34,10 +34,10 @@ class TraceFile:
         self._processes: dict[str, int] = {}
         try:
             self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
-        except OSError as fault:
+        except OSError as error:
             raise RunDirectoryError(
-                f"{path}: cannot be written ({fault.strerror}); switch observe.trace off"
-            ) from fault
+                f"{path}: cannot be written ({error.strerror}); switch observe.trace off"
+            ) from error
         self._separator = b"[\n"
 
     def span(self, process: str, row: str, name: str, start_s: float, end_s: float, **details: Any) -> None:
@@ -93,11 +93,11 @@ class TraceFile:
         try:
             while data:
                 data = data[os.write(self._descriptor, data) :]
-        except OSError as fault:
+        except OSError as error:
             os.close(self._descriptor)
             raise RunDirectoryError(
-                f"{self._path}: cannot be written ({fault.strerror}); free space or switch observe.trace off"
-            ) from fault
+                f"{self._path}: cannot be written ({error.strerror}); free space or switch observe.trace off"
+            ) from error
 
 
 def _number(value: float) -> float | str:

@@ -11,9 +11,9 @@ import numpy as np
 
 from paceline.config.plan import PlanConfig
 from paceline.errors import PlanError
+from paceline.plan.budget import BatchBudget
 from paceline.plan.edges import best_edges_of_histogram
-from paceline.plan.intake import Entries
-from paceline.plan.limits import Limits
+from paceline.plan.entries import Entries
 
 
 def bucket_edges(entries: Entries, settings: PlanConfig) -> np.ndarray:
@@ -35,13 +35,13 @@ def bucket_edges(entries: Entries, settings: PlanConfig) -> np.ndarray:
         needed = int(np.searchsorted(settings.edges, longest)) + 1
         return np.array(settings.edges[:needed], np.int64)
     if settings.edges == "optimal":
-        best = _best(entries.histogram.tobytes(), Limits.of(settings), settings.num_buckets)
+        best = _best(entries.histogram.tobytes(), BatchBudget.of(settings), settings.num_buckets)
         return np.array(best, np.int64)
     return even_edges(entries.histogram, settings.width_multiple, settings.num_buckets)
 
 
 @lru_cache(maxsize=16)
-def _best(histogram: bytes, limits: Limits, num_buckets: int) -> tuple[int, ...]:
+def _best(histogram: bytes, limits: BatchBudget, num_buckets: int) -> tuple[int, ...]:
     # Kept between epochs: the search costs a second, the epochs' histograms are mostly the same.
     return tuple(best_edges_of_histogram(np.frombuffer(histogram, np.int64), limits, num_buckets).edges.tolist())
 
@@ -55,6 +55,6 @@ def even_edges(histogram: np.ndarray, width_multiple: int, num_buckets: int) -> 
     return (classes.astype(np.int64) + 1) * width_multiple
 
 
-def bucket_of(widths: np.ndarray, edges: np.ndarray, limits: Limits) -> np.ndarray:
+def bucket_of(widths: np.ndarray, edges: np.ndarray, limits: BatchBudget) -> np.ndarray:
     """Bucket of batches by their padded width, uint16, same shape."""
     return np.searchsorted(limits.widths(edges), widths).astype(np.uint16)

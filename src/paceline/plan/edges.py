@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from paceline.errors import PlanError
-from paceline.plan.limits import Limits
+from paceline.plan.budget import BatchBudget
 
 MAX_SUPPORT = 256
 """Distinct widths up to which the law is exact; more are grouped (upwards) while edges are chosen."""
@@ -67,7 +67,7 @@ class _Law:
     real_tokens: int
 
 
-def best_edges(lengths: np.ndarray, limits: Limits, num_buckets: int) -> Edges:
+def best_edges(lengths: np.ndarray, limits: BatchBudget, num_buckets: int) -> Edges:
     """The K edges of least padding.
 
     Args:
@@ -81,26 +81,26 @@ def best_edges(lengths: np.ndarray, limits: Limits, num_buckets: int) -> Edges:
     return _best(_law(lengths, limits), limits, num_buckets)
 
 
-def best_edges_of_histogram(histogram: np.ndarray, limits: Limits, num_buckets: int) -> Edges:
+def best_edges_of_histogram(histogram: np.ndarray, limits: BatchBudget, num_buckets: int) -> Edges:
     """As `best_edges`, from samples per padded width (place c: width (c + 1) · multiple); efficiency of the widths."""
     places = np.flatnonzero(histogram)
     widths, counts = (places + 1) * limits.width_multiple, histogram[places]
     return _best(_Law(widths, counts, np.arange(len(widths)) + 1, int((widths * counts).sum())), limits, num_buckets)
 
 
-def _best(law: _Law, limits: Limits, num_buckets: int) -> Edges:
+def _best(law: _Law, limits: BatchBudget, num_buckets: int) -> Edges:
     found = _ladder(law, limits, num_buckets)[-1]
     if len(law.widths) <= MAX_CUTS:
         return found
     return _polished(law, np.searchsorted(law.widths, found.edges) + 1, limits)
 
 
-def edge_ladder(lengths: np.ndarray, limits: Limits, most_buckets: int) -> list[Edges]:
+def edge_ladder(lengths: np.ndarray, limits: BatchBudget, most_buckets: int) -> list[Edges]:
     """The best edges for K = 1, 2, ..., ``most_buckets``; raises as `best_edges`."""
     return _ladder(_law(lengths, limits), limits, most_buckets)
 
 
-def _ladder(whole: _Law, limits: Limits, most_buckets: int) -> list[Edges]:
+def _ladder(whole: _Law, limits: BatchBudget, most_buckets: int) -> list[Edges]:
     if most_buckets > len(whole.widths):
         raise PlanError(
             f"plan.num_buckets {most_buckets} is larger than the {len(whole.widths)} distinct widths of the samples "
@@ -111,7 +111,9 @@ def _ladder(whole: _Law, limits: Limits, most_buckets: int) -> list[Edges]:
     return [_assemble(law, padded, batches, chain) for chain in _chains(padded, min(most_buckets, len(law.cuts)))]
 
 
-def smallest_distinct(lengths: np.ndarray, limits: Limits, window_size: int, most_buckets: int = 64) -> Edges | None:
+def smallest_distinct(
+    lengths: np.ndarray, limits: BatchBudget, window_size: int, most_buckets: int = 64
+) -> Edges | None:
     """Best edges for the smallest K at which every window of that many batches can hold all different buckets.
 
     That is possible where no bucket makes more than 1 / ``window_size`` of the batches. None: not up to the K given.
@@ -125,26 +127,26 @@ def smallest_distinct(lengths: np.ndarray, limits: Limits, window_size: int, mos
     return None
 
 
-def predict(lengths: np.ndarray, limits: Limits, edges: np.ndarray) -> Edges:
+def predict(lengths: np.ndarray, limits: BatchBudget, edges: np.ndarray) -> Edges:
     """What given edges cost, by the same model; edges are rounded up to the width multiple."""
     law = _law(lengths, limits)
     places = np.searchsorted(law.widths, limits.widths(np.asarray(edges)), side="right")
     return _cost(law, np.unique(places[places > 0]), limits)
 
 
-def _cost(law: _Law, places: np.ndarray, limits: Limits) -> Edges:
+def _cost(law: _Law, places: np.ndarray, limits: BatchBudget) -> Edges:
     starts = np.concatenate([np.zeros(1, np.int64), places[:-1]])
     spans = [_bucket(law, int(start), int(stop), limits) for start, stop in zip(starts, places, strict=True)]
     total = sum(padded for padded, _ in spans)
     return Edges(law.widths[places - 1], law.real_tokens / total, total, np.array([batches for _, batches in spans]))
 
 
-def _bucket(law: _Law, start: int, stop: int, limits: Limits) -> tuple[float, float]:
+def _bucket(law: _Law, start: int, stop: int, limits: BatchBudget) -> tuple[float, float]:
     padded, batches = _column(law.widths, law.counts, np.array([start]), stop, limits)
     return float(padded[0]), float(batches[0])
 
 
-def _polished(law: _Law, places: np.ndarray, limits: Limits) -> Edges:
+def _polished(law: _Law, places: np.ndarray, limits: BatchBudget) -> Edges:
     """Moves single edges over the whole law, in steps that halve down to one width, while that saves padding."""
     ends = [0, *places.tolist()]
     step = max(len(law.widths) // MAX_CUTS, 1)
@@ -161,7 +163,7 @@ def _polished(law: _Law, places: np.ndarray, limits: Limits) -> Edges:
     return _cost(law, np.array(ends[1:], np.int64), limits)
 
 
-def _law(lengths: np.ndarray, limits: Limits) -> _Law:
+def _law(lengths: np.ndarray, limits: BatchBudget) -> _Law:
     widths, counts = np.unique(limits.widths(lengths), return_counts=True)
     return _Law(widths, counts, np.arange(len(widths)) + 1, int(lengths.sum(dtype=np.int64)))
 
@@ -188,7 +190,7 @@ def _spread(widths: np.ndarray, counts: np.ndarray, most: int) -> np.ndarray:
 
 
 def interval_costs(
-    widths: np.ndarray, counts: np.ndarray, cuts: np.ndarray, limits: Limits
+    widths: np.ndarray, counts: np.ndarray, cuts: np.ndarray, limits: BatchBudget
 ) -> tuple[np.ndarray, np.ndarray]:
     """Padded tokens and micro-batches of a bucket over every interval between cuts.
 
@@ -211,7 +213,7 @@ def interval_costs(
 
 
 def _column(
-    widths: np.ndarray, counts: np.ndarray, starts: np.ndarray, stop: int, limits: Limits
+    widths: np.ndarray, counts: np.ndarray, starts: np.ndarray, stop: int, limits: BatchBudget
 ) -> tuple[np.ndarray, np.ndarray]:
     """Padded tokens and batches of the buckets from each start to one stop, [I] each."""
     widths = widths[:stop]

@@ -14,13 +14,11 @@ from functools import cached_property
 import numpy as np
 
 from paceline.config.plan import MOST, PlanConfig, Schedule
-from paceline.contracts import PlannedBatch
 from paceline.errors import PlanError
+from paceline.plan.batches import Batches, rows_of
 from paceline.plan.buckets import bucket_edges, bucket_of
-from paceline.plan.composition import Composition, rows_of
-from paceline.plan.evening import even_out, splittable
-from paceline.plan.fingerprint import fingerprint
-from paceline.plan.intake import (
+from paceline.plan.budget import BatchBudget
+from paceline.plan.entries import (
     Entries,
     Groups,
     check_whole,
@@ -30,11 +28,13 @@ from paceline.plan.intake import (
     eligible_counts,
     enter,
 )
-from paceline.plan.keys import Purpose, stream
-from paceline.plan.limits import Limits
-from paceline.plan.pool import Pool, batch_lengths, rank_batches, split_leftover
+from paceline.plan.even_window import even_out, splittable
+from paceline.plan.fingerprint import fingerprint
+from paceline.plan.rng import Purpose, stream
+from paceline.plan.schedule_input import Pool, batch_lengths, rank_batches, split_leftover
 from paceline.plan.schedules import SCHEDULES
 from paceline.plan.strategies import STRATEGIES
+from paceline.types import PlannedBatch
 
 MOST_REPLICAS = 65_535
 """Replicas are numbered in 16 bits."""
@@ -64,7 +64,7 @@ class EpochPlan:
     epoch: int
     lengths: np.ndarray
     eligible: np.ndarray | None
-    composition: Composition
+    composition: Batches
     sequence: np.ndarray
     edges: np.ndarray
     bucket: np.ndarray
@@ -292,12 +292,12 @@ class _Composed:
 
     entries: Entries
     edges: np.ndarray
-    batches: Composition
+    batches: Batches
     pool: Pool
     leftover: np.ndarray
 
     @property
-    def composition(self) -> Composition:
+    def composition(self) -> Batches:
         if self.entries.rows is None:
             return self.batches
         return replace(self.batches, order=self.entries.rows[self.batches.order])
@@ -317,7 +317,7 @@ def _compose_one(request: _Request, epoch: int, carried: np.ndarray | None) -> _
         carried=carried,
     )
     bits = stream(request.seed, epoch, Purpose.COMPOSE)
-    batches = STRATEGIES[settings.strategy](entries, Limits.of(settings), settings, bits)
+    batches = STRATEGIES[settings.strategy](entries, BatchBudget.of(settings), settings, bits)
     edges = bucket_edges(entries, settings)
     batches, pool, leftover = _pooled(request, entries, batches, edges, epoch)
     return _Composed(entries, edges, batches, pool, leftover)
@@ -366,13 +366,13 @@ def _carried(request: _Request, composed: _Composed, epoch: int) -> np.ndarray:
 
 
 def _pooled(
-    request: _Request, entries: Entries, composition: Composition, edges: np.ndarray, epoch: int
-) -> tuple[Composition, Pool, np.ndarray]:
+    request: _Request, entries: Entries, composition: Batches, edges: np.ndarray, epoch: int
+) -> tuple[Batches, Pool, np.ndarray]:
     """What the schedule arranges, and the left-over batches; a short window is evened out between the replicas."""
     settings, replicas = request.settings, request.replicas
-    limits = Limits.of(settings)
+    limits = BatchBudget.of(settings)
 
-    def buckets(of: Composition) -> np.ndarray:
+    def buckets(of: Batches) -> np.ndarray:
         return of.bucket if of.bucket is not None else bucket_of(of.width, edges, limits)
 
     bucket, length = buckets(composition), batch_lengths(composition, entries.lengths)

@@ -12,9 +12,9 @@ from typing import Any, Literal
 import numpy as np
 
 from paceline.config.plan import PlanConfig
+from paceline.plan.entries import Groups, draft_positions, eligible_counts
 from paceline.plan.epoch import EpochPlan, plan_epoch
-from paceline.plan.intake import Groups, draft_positions, eligible_counts
-from paceline.plan.measures import (
+from paceline.plan.metrics import (
     BatchTotals,
     Repeats,
     batch_totals,

@@ -1,4 +1,4 @@
-"""Attention backends by name; all compute the same, tested equal to `dense`. `rows_attention` is that of decoding.
+"""Attention backends by name; all compute the same, tested equal to `dense`. `decode_attention` is that of decoding.
 
 Each takes queries [G, A, K, R, E], context keys and values [G, S, E], own-block keys and values [G, A, K, E], the
 `Layout`, the layer's window (None: full) and whether it is causal, and returns [G, A, K, R, E].
@@ -13,10 +13,10 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from paceline.drafter.attention.decode import decode_attention
 from paceline.drafter.attention.dense import dense_attention
 from paceline.drafter.attention.flex import flex_attention_over_blocks
 from paceline.drafter.attention.layout import Layout
-from paceline.drafter.attention.rows import rows_attention
 from paceline.drafter.attention.split import split_attention
 
 Attention = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Layout, int | None, bool], Tensor]
@@ -27,4 +27,4 @@ BACKENDS: dict[str, Attention] = {
     "flex": flex_attention_over_blocks,
 }
 
-__all__ = ["BACKENDS", "Attention", "rows_attention"]
+__all__ = ["BACKENDS", "Attention", "decode_attention"]

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import numpy as np
 
 from paceline.config.plan import PlanConfig
-from paceline.plan.pool import Pool
+from paceline.plan.schedule_input import Pool
 from paceline.plan.schedules import curriculum, diverse, proportional, round_robin, shuffled, stratified
 
 Arrange = Callable[[Pool, PlanConfig, np.random.BitGenerator], np.ndarray]

@@ -9,8 +9,8 @@ from __future__ import annotations
 import numpy as np
 
 from paceline.config.plan import PlanConfig
-from paceline.plan.keys import random_halves
-from paceline.plan.pool import Pool, bucket_queues
+from paceline.plan.rng import random_halves
+from paceline.plan.schedule_input import Pool, bucket_queues
 
 
 def arrange(pool: Pool, settings: PlanConfig, bits: np.random.BitGenerator) -> np.ndarray:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from paceline.config.plan import PlanConfig
-from paceline.plan.pool import Pool, bucket_queues
+from paceline.plan.schedule_input import Pool, bucket_queues
 
 
 def arrange(pool: Pool, settings: PlanConfig, bits: np.random.BitGenerator) -> np.ndarray:

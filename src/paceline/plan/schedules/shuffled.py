@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from paceline.config.plan import PlanConfig
-from paceline.plan.keys import random_order
-from paceline.plan.pool import Pool
+from paceline.plan.rng import random_order
+from paceline.plan.schedule_input import Pool
 
 
 def arrange(pool: Pool, settings: PlanConfig, bits: np.random.BitGenerator) -> np.ndarray:

@@ -11,12 +11,12 @@ from collections.abc import Callable
 import numpy as np
 
 from paceline.config.plan import PlanConfig
-from paceline.plan.composition import Composition
-from paceline.plan.intake import Entries
-from paceline.plan.limits import Limits
+from paceline.plan.batches import Batches
+from paceline.plan.budget import BatchBudget
+from paceline.plan.entries import Entries
 from paceline.plan.strategies import bucketed, grid, jittered, mixed, packed, shuffled, sorted, windowed
 
-Compose = Callable[[Entries, Limits, PlanConfig, np.random.BitGenerator], Composition]
+Compose = Callable[[Entries, BatchBudget, PlanConfig, np.random.BitGenerator], Batches]
 
 STRATEGIES: dict[str, Compose] = {
     "grid": grid.compose,

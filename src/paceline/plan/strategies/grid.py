@@ -18,10 +18,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from paceline.config.plan import PlanConfig
-from paceline.plan.composition import Composition, class_composition, cut_runs
-from paceline.plan.intake import Entries
-from paceline.plan.keys import class_order, random_order
-from paceline.plan.limits import Limits
+from paceline.plan.batches import Batches, class_composition, cut_runs
+from paceline.plan.budget import BatchBudget
+from paceline.plan.entries import Entries
+from paceline.plan.rng import class_order, random_order
 
 MOST_GROWTH = 1.2
 """Padded tokens of a joint class over those of its parts, at most."""
@@ -42,7 +42,7 @@ class GridClasses:
     joint: np.ndarray
 
 
-def compose(entries: Entries, limits: Limits, settings: PlanConfig, bits: np.random.BitGenerator) -> Composition:
+def compose(entries: Entries, limits: BatchBudget, settings: PlanConfig, bits: np.random.BitGenerator) -> Batches:
     """Micro-batches of one epoch; see the registry for the signature."""
     q = limits.width_multiple
     num_classes = -(-entries.longest // q)
@@ -57,10 +57,10 @@ def compose(entries: Entries, limits: Limits, settings: PlanConfig, bits: np.ran
         order[start:stop] = order[start:stop][random_order(bits, stop - start)]
     cut = class_composition(order, made.ends, made.widths, limits, entries.drafts)
     longest = np.maximum.reduceat(classes[order], cut.offsets[:-1]).astype(np.int32)
-    return Composition(cut.order, cut.offsets, (longest + 1) * np.int32(q))
+    return Batches(cut.order, cut.offsets, (longest + 1) * np.int32(q))
 
 
-def grid_classes(bounds: np.ndarray, widths: np.ndarray, limits: Limits, class_batches: int) -> GridClasses:
+def grid_classes(bounds: np.ndarray, widths: np.ndarray, limits: BatchBudget, class_batches: int) -> GridClasses:
     """Joins neighbouring widths from below until a class fills ``class_batches`` batches, where that costs little.
 
     Args:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from paceline.config.plan import PlanConfig
-from paceline.plan.composition import Composition, cut_and_compose
-from paceline.plan.intake import Entries
-from paceline.plan.keys import CHUNK, ascending
-from paceline.plan.limits import Limits
+from paceline.plan.batches import Batches, cut_and_compose
+from paceline.plan.budget import BatchBudget
+from paceline.plan.entries import Entries
+from paceline.plan.rng import CHUNK, ascending
 
 HALVES = 8
 """Uniform 16-bit integers summed for one deviate: close to normal, and the same integer on every platform."""
@@ -17,7 +17,7 @@ DEVIATION = 53_510
 MILLION = 1_000_000
 
 
-def compose(entries: Entries, limits: Limits, settings: PlanConfig, bits: np.random.BitGenerator) -> Composition:
+def compose(entries: Entries, limits: BatchBudget, settings: PlanConfig, bits: np.random.BitGenerator) -> Batches:
     """Micro-batches of one epoch; see the registry for the signature."""
     return cut_and_compose(ascending(perturbed(entries.lengths, settings.jitter, bits)), entries, limits)
 

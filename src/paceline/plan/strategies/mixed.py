@@ -8,14 +8,14 @@ from __future__ import annotations
 import numpy as np
 
 from paceline.config.plan import PlanConfig
+from paceline.plan.batches import Batches, cut_classes
 from paceline.plan.buckets import bucket_edges
-from paceline.plan.composition import Composition, cut_classes
-from paceline.plan.intake import Entries
-from paceline.plan.keys import class_order, random_halves
-from paceline.plan.limits import Limits
+from paceline.plan.budget import BatchBudget
+from paceline.plan.entries import Entries
+from paceline.plan.rng import class_order, random_halves
 
 
-def compose(entries: Entries, limits: Limits, settings: PlanConfig, bits: np.random.BitGenerator) -> Composition:
+def compose(entries: Entries, limits: BatchBudget, settings: PlanConfig, bits: np.random.BitGenerator) -> Batches:
     """Micro-batches of one epoch; see the registry for the signature."""
     edges = bucket_edges(entries, settings)
     span = min(settings.mixed_span, len(edges))

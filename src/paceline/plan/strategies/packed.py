@@ -19,10 +19,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from paceline.config.plan import PlanConfig
-from paceline.plan.composition import Composition, composed
-from paceline.plan.intake import Entries
-from paceline.plan.keys import ascending, class_order, index_dtype, random_order
-from paceline.plan.limits import Limits
+from paceline.plan.batches import Batches, composed
+from paceline.plan.budget import BatchBudget
+from paceline.plan.entries import Entries
+from paceline.plan.rng import ascending, class_order, index_dtype, random_order
 
 SMALL = 4096
 """Samples that best fit handles one by one."""
@@ -51,7 +51,7 @@ class _Bins:
     draft_room: np.ndarray
 
 
-def compose(entries: Entries, limits: Limits, settings: PlanConfig, bits: np.random.BitGenerator) -> Composition:
+def compose(entries: Entries, limits: BatchBudget, settings: PlanConfig, bits: np.random.BitGenerator) -> Batches:
     """Bins of one epoch; see the registry for the signature."""
     shuffle = random_order(bits, entries.count)
     sizes = entries.lengths[shuffle].astype(np.int32 if limits.token_budget < 2**31 else np.int64)
@@ -74,7 +74,7 @@ def compose(entries: Entries, limits: Limits, settings: PlanConfig, bits: np.ran
     return composed(shuffle[order], offsets, entries.lengths, limits, packed=True)
 
 
-def _generation(samples: _Samples, waiting: np.ndarray, first: int, wanted: int, limits: Limits) -> np.ndarray:
+def _generation(samples: _Samples, waiting: np.ndarray, first: int, wanted: int, limits: BatchBudget) -> np.ndarray:
     """Fills ``wanted`` bins numbered from ``first``; returns the entries that still wait."""
     bins = _Bins(
         first,
@@ -163,7 +163,7 @@ def match_gaps(gaps: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndar
     return items.astype(np.int64), who.astype(np.int64)
 
 
-def _best_fit(samples: _Samples, waiting: np.ndarray, first: int, limits: Limits) -> int:
+def _best_fit(samples: _Samples, waiting: np.ndarray, first: int, limits: BatchBudget) -> int:
     """Each entry goes into the fullest bin that takes it, or opens one; returns the number of bins afterwards."""
     rooms: list[tuple[int, int]] = []  # ascending (room, bin) of the bins that may still take something
     places: dict[int, int] = {}

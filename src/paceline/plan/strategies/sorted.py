@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 
 from paceline.config.plan import PlanConfig
-from paceline.plan.composition import Composition, class_composition
-from paceline.plan.intake import Entries
-from paceline.plan.keys import ascending
-from paceline.plan.limits import Limits
+from paceline.plan.batches import Batches, class_composition
+from paceline.plan.budget import BatchBudget
+from paceline.plan.entries import Entries
+from paceline.plan.rng import ascending
 
 
-def compose(entries: Entries, limits: Limits, settings: PlanConfig, bits: np.random.BitGenerator) -> Composition:
+def compose(entries: Entries, limits: BatchBudget, settings: PlanConfig, bits: np.random.BitGenerator) -> Batches:
     """Micro-batches of one epoch; see the registry for the signature. Draws nothing."""
     order = ascending(entries.lengths)
     bounds = np.concatenate([np.zeros(1, np.int64), np.cumsum(entries.histogram)])

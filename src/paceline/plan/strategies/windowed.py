@@ -8,13 +8,13 @@ from __future__ import annotations
 import numpy as np
 
 from paceline.config.plan import PlanConfig
-from paceline.plan.composition import Composition, cut_and_compose
-from paceline.plan.intake import Entries
-from paceline.plan.keys import ascending, random_order
-from paceline.plan.limits import Limits
+from paceline.plan.batches import Batches, cut_and_compose
+from paceline.plan.budget import BatchBudget
+from paceline.plan.entries import Entries
+from paceline.plan.rng import ascending, random_order
 
 
-def compose(entries: Entries, limits: Limits, settings: PlanConfig, bits: np.random.BitGenerator) -> Composition:
+def compose(entries: Entries, limits: BatchBudget, settings: PlanConfig, bits: np.random.BitGenerator) -> Batches:
     """Micro-batches of one epoch; see the registry for the signature."""
     order = random_order(bits, entries.count)
     window = np.arange(entries.count, dtype=np.int64) // settings.sort_window

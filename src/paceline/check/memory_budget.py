@@ -1,0 +1,173 @@
+"""What a run needs, reckoned: bytes by cause and device, time, and the split of the devices. No model is loaded.
+
+Weights, gradients, optimizer state, features and pool are counted exactly. Activations are estimates (marked so): one
+layer of the target at a time; every layer of the drafter, whose activations live until the backward pass.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from paceline.config import Settings, devices_of
+from paceline.drafter.spec import DrafterSpec
+from paceline.types import TargetFacts
+
+FLOAT32 = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """The largest micro-batch: real and padded tokens, draft positions."""
+
+    tokens: int
+    padded: int
+    positions: int
+
+
+def drafter_parameters(spec: DrafterSpec) -> int:
+    """Trained parameters of a drafter."""
+    hidden, across = spec.hidden_size, spec.num_attention_heads * spec.head_dim
+    keys = spec.num_key_value_heads * spec.head_dim
+    layer = 2 * hidden * across + 2 * hidden * keys + 3 * hidden * spec.intermediate_size
+    norms = 2 * hidden + 2 * spec.head_dim
+    return spec.num_layers * (layer + norms) + len(spec.taps) * hidden * hidden + 2 * hidden
+
+
+def target_bytes(weights: int, facts: TargetFacts, spec: DrafterSpec, settings: Settings, load: Load) -> dict[str, int]:
+    """Bytes of one target worker's device, by cause."""
+    width = settings_bytes(settings.target.dtype)
+    inner = facts.intermediate_size or 4 * facts.hidden_size
+    return {
+        "weights": weights,
+        "features of the largest batch": load.tokens * len(spec.taps) * facts.hidden_size * width,
+        "activations of one layer (estimate)": load.padded * (6 * facts.hidden_size + 3 * inner) * width,
+    }
+
+
+def drafter_bytes(facts: TargetFacts, spec: DrafterSpec, settings: Settings, load: Load) -> dict[str, int]:
+    """Bytes of one drafter rank's device, by cause."""
+    width = settings_bytes(settings.drafter.dtype)
+    parameters, states = drafter_parameters(spec), 1 if settings.optimizer.name == "muon" else 2
+    across = (spec.num_attention_heads + 2 * spec.num_key_value_heads) * spec.head_dim
+    positions = min(load.positions, settings.drafter.positions_per_pass or load.positions)
+    shared = spec.vocab_size * spec.hidden_size * width * (1 if facts.tied_head else 2)
+    layer = positions * (8 * spec.hidden_size + 2 * across + 4 * spec.intermediate_size)
+    context = load.tokens * 4 * spec.num_key_value_heads * spec.head_dim
+    return {
+        "master weights": parameters * FLOAT32,
+        "gradients": parameters * FLOAT32,
+        "optimizer state": parameters * FLOAT32 * states,
+        "embedding and head": shared,
+        "features of the largest batch": load.tokens * len(spec.taps) * spec.hidden_size * width,
+        "activations (estimate)": spec.num_layers * (layer + context) * width,
+        "logits of a chunk": 3 * min(settings.drafter.head_chunk, positions) * spec.vocab_size * FLOAT32,
+    }
+
+
+def evaluator_bytes(weights: int, spec: DrafterSpec, settings: Settings) -> dict[str, int]:
+    """Bytes of the device that decodes while training goes on, caches left out; empty without one."""
+    if settings.evaluate.device is None:
+        return {}
+    width = settings_bytes(settings.evaluate.dtype)
+    return {
+        "weights of the target": weights * width // settings_bytes(settings.target.dtype),
+        "weights of the drafter": drafter_parameters(spec) * FLOAT32,
+    }
+
+
+def pool_bytes(facts: TargetFacts, spec: DrafterSpec, settings: Settings, load: Load) -> int:
+    """Bytes of the feature buffers, in shared memory."""
+    flow, width = settings.flow, settings_bytes(settings.target.dtype)
+    crossing = {"exact": width, "bf16": 2, "fp8": 1}[flow.transport]
+    token = len(spec.taps) * (facts.hidden_size * crossing + (FLOAT32 if flow.transport == "fp8" else 0))
+    token += facts.hidden_size * width if settings.objective.needs_teacher else 0
+    allowed = flow.num_buffers if flow.pool_bytes is None else flow.pool_bytes // (load.tokens * token)
+    return min(flow.num_buffers, allowed) * load.tokens * token
+
+
+def settings_bytes(dtype: str) -> int:
+    """Bytes of one number of a type named in the settings."""
+    return getattr(torch, dtype).itemsize
+
+
+def device_memory(device: str) -> int:
+    """Bytes of a device: a GPU's memory, or the machine's."""
+    if device.startswith("cuda"):
+        return torch.cuda.get_device_properties(torch.device(device)).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def shared_memory() -> int | None:
+    """Free bytes where shared memory lies; None where the system has no such place."""
+    place = Path("/dev/shm")
+    if not place.is_dir():
+        return None
+    found = os.statvfs(place)
+    return found.f_bavail * found.f_frsize
+
+
+def by_device(
+    settings: Settings, target: Mapping[str, int], drafter: Mapping[str, int], evaluator: Mapping[str, int]
+) -> dict[str, int]:
+    """Bytes on every device of the run; roles that share one are added, a worker on several is shared out evenly."""
+    flow, totals = settings.flow, dict[str, int]()
+    evaluators = [] if settings.evaluate.device is None else [settings.evaluate.device]
+    for workers, needed in ((flow.target_devices, target), (flow.drafter_devices, drafter), (evaluators, evaluator)):
+        for worker in workers:
+            devices = devices_of(worker)
+            for device in devices:
+                totals[device] = totals.get(device, 0) + sum(needed.values()) // len(devices)
+    return totals
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Devices by role, and the wall time of the run with them."""
+
+    targets: int
+    drafters: int
+    seconds: float
+
+
+def wall_seconds(targets: int, drafters: int, target_s: float, drafter_s: float) -> float:
+    """Time of a pipeline whose stages overlap: that of the slower stage.
+
+    Args:
+        targets, drafters: workers of each role.
+        target_s, drafter_s: work of each role on one device, in seconds.
+    """
+    return max(target_s / targets, drafter_s / drafters)
+
+
+def best_split(devices: int, target_s: float, drafter_s: float, per_target: int = 1) -> Split:
+    """The split of some devices into target workers and drafter ranks that ends first.
+
+    One device does both in turn.
+
+    Args:
+        devices: in all.
+        target_s, drafter_s: see `wall_seconds`.
+        per_target: devices over which one target worker is spread.
+    """
+    counts = range(1, (devices - 1) // per_target + 1)
+    if not counts:
+        return Split(1, 1, target_s + drafter_s)
+    splits = []
+    for count in counts:
+        rest = devices - count * per_target
+        splits.append(Split(count, rest, wall_seconds(count, rest, target_s, drafter_s)))
+    return min(splits, key=lambda split: split.seconds)
+
+
+def overlapping(target_devices: Sequence[str], drafter_devices: Sequence[str], threads: int) -> bool:
+    """Whether the roles get in one another's way: they share a GPU, or the processors are fewer than the threads."""
+    on_gpus = {name for worker in target_devices for name in devices_of(worker) if name.startswith("cuda")}
+    if on_gpus & set(drafter_devices):
+        return True
+    on_cpu = sum(not name.startswith("cuda") for name in (*target_devices, *drafter_devices))
+    return on_cpu > 1 and on_cpu * threads > (os.cpu_count() or 1)

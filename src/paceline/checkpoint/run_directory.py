@@ -1,0 +1,244 @@
+"""The run directory: what a run is, and whether a second start is the same run.
+
+Layout: ``settings.yaml`` (resolved), ``run.json`` (versions, fingerprints, drafter), ``store/``, ``metrics.jsonl``,
+``checkpoints/step-00000100/``, ``evaluation.json``, ``export/``, ``report.html``.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import paceline
+from paceline.config import Settings, dump_settings, load_settings
+from paceline.errors import ConfigError, RunDirectoryError
+from paceline.types import differing_parts
+
+SETTINGS, RUN, CHECKPOINTS, EVALUATION = "settings.yaml", "run.json", "checkpoints", "evaluation.json"
+EXPORTS = "export"
+
+FREE_SECTIONS = ("flow", "checkpoint", "evaluate", "observe")
+"""Sections that may change between two starts of one run: they do not change what is learned."""
+FREE_KEYS = (
+    *("target.path", "data.train", "data.heldout", "data.store", "data.workers"),
+    *("drafter.attention", "drafter.head", "drafter.head_chunk", "drafter.positions_per_pass"),
+    *("drafter.diagnose_every", "drafter.diagnose_share"),
+)
+"""Further keys that may: where things lie (fingerprints say whether they are the same), and how it is computed."""
+
+OF_SETTINGS = ("drafter", "total_steps", "init")
+"""Facts that follow from settings: where those have changed, they are no errors of their own."""
+
+
+def write_whole(path: Path, text: str) -> None:
+    """A text file that appears whole: written aside, fsynced, renamed."""
+    aside = path.with_name(path.name + ".part")
+    with aside.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    aside.replace(path)
+
+
+def is_run_directory(path: Path) -> bool:
+    """Whether a run was started there."""
+    return (path / SETTINGS).is_file() and (path / RUN).is_file()
+
+
+def read_run_settings(run_dir: Path, overrides: Mapping[str, str] | None = None) -> Settings:
+    """Resolved settings of a run, overridden by dotted flags.
+
+    Raises:
+        RunDirectoryError: no run was started there.
+        ConfigError: the flags cannot be used, or ask for another directory.
+    """
+    if not is_run_directory(run_dir):
+        raise RunDirectoryError(
+            f"{run_dir}: no run here ({SETTINGS} and {RUN} are missing); give a run directory or a settings file"
+        )
+    asked = (overrides or {}).get("run_dir")
+    if asked is not None and Path(asked).resolve() != run_dir.resolve():
+        raise ConfigError(
+            f"run_dir: asked for {asked}, but the run {run_dir} was given; for a new run give its settings, "
+            f"{run_dir / SETTINGS}"
+        )
+    settings = load_settings(run_dir / SETTINGS, overrides)
+    return settings.model_copy(update={"run_dir": str(run_dir)})
+
+
+def read_run_facts(run_dir: Path) -> dict[str, Any]:
+    """run.json of a run.
+
+    Raises:
+        RunDirectoryError: missing or damaged.
+    """
+    path = run_dir / RUN
+    try:
+        facts = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise RunDirectoryError(f"{run_dir}: no run here ({RUN} is missing); give a run directory") from None
+    except ValueError as error:
+        raise RunDirectoryError(f"{path}: damaged ({error}); start the run in a new directory") from None
+    if not isinstance(facts, dict):
+        raise RunDirectoryError(f"{path}: damaged (no facts by name); start the run in a new directory")
+    return facts
+
+
+def open_run(settings: Settings, facts: Mapping[str, Any]) -> Path:
+    """Make the run directory, or check that it is this run's.
+
+    Args:
+        settings: resolved settings.
+        facts: what else makes the run what it is: ``drafter``, ``target`` (its identity, part by part),
+            ``data_fingerprint``, …
+
+    Returns:
+        The directory.
+
+    Raises:
+        RunDirectoryError: it belongs to another configuration (each difference in a line) or is something else.
+    """
+    try:
+        return _open(Path(settings.run_dir), settings, {**json.loads(json.dumps(facts)), "versions": versions()})
+    except OSError as error:
+        if isinstance(error, RunDirectoryError):
+            raise
+        raise _unwritable(Path(settings.run_dir), error) from error
+
+
+def check_run(settings: Settings, facts: Mapping[str, Any] | None = None) -> None:
+    """As `open_run`, but nothing is written.
+
+    Args:
+        settings: resolved settings.
+        facts: those of `open_run` that are known.
+
+    Raises:
+        RunDirectoryError: see `open_run`.
+    """
+    run_dir = Path(settings.run_dir)
+    if is_run_directory(run_dir):
+        changed = list(_changed_settings(run_dir, settings))
+        known = {name: fact for name, fact in (facts or {}).items() if not changed or name not in OF_SETTINGS}
+        errors = [*changed, *_changed_facts(run_dir, json.loads(json.dumps(known)))]
+        if errors:
+            raise RunDirectoryError(*errors)
+        return
+    if run_dir.exists() and not run_dir.is_dir():
+        raise RunDirectoryError(f"{run_dir}: is a file; give run_dir another name")
+    names = sorted(path.name for path in run_dir.iterdir()) if run_dir.is_dir() else []
+    strangers = [name for name in names if not name.lstrip(".").startswith("store")]
+    if strangers:
+        raise RunDirectoryError(
+            f"{run_dir}: not empty and no run of paceline ({', '.join(strangers[:4])}); give run_dir another name"
+        )
+
+
+def check_writable(run_dir: Path) -> None:
+    """Refuse a directory in which nothing can be written, before any work is done for it.
+
+    Raises:
+        RunDirectoryError: it, or the folder that it would be made in, takes no files.
+    """
+    place = run_dir
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    if not place.is_dir():
+        raise RunDirectoryError(f"{place}: is a file; give run_dir another name")
+    try:
+        with tempfile.TemporaryFile(dir=place) as file:
+            file.write(b"paceline")
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise _unwritable(run_dir, error) from error
+
+
+def _unwritable(run_dir: Path, error: OSError) -> RunDirectoryError:
+    return RunDirectoryError(
+        f"{run_dir}: cannot be written ({error.strerror or error}); free space, repair it, or give another run_dir"
+    )
+
+
+def _open(run_dir: Path, settings: Settings, facts: Mapping[str, Any]) -> Path:
+    check_run(settings, facts)
+    if is_run_directory(run_dir):
+        write_whole(run_dir / SETTINGS, dump_settings(settings))
+        return run_dir
+    run_dir.mkdir(parents=True, exist_ok=True)
+    write_whole(run_dir / RUN, json.dumps(facts, indent=2) + "\n")
+    write_whole(run_dir / SETTINGS, dump_settings(settings))
+    return run_dir
+
+
+def add_evaluation(run_dir: Path, step: int, report: Mapping[str, Any]) -> None:
+    """Note what decoding held-out prompts gave at a step; an earlier note of the same step is replaced."""
+    kept = [entry for entry in read_evaluations(run_dir) if entry["step"] != step]
+    entries = sorted([*kept, {"step": step, **report}], key=lambda entry: entry["step"])
+    write_whole(run_dir / EVALUATION, json.dumps({"evaluations": entries}, indent=1) + "\n")
+
+
+def read_evaluations(run_dir: Path) -> list[dict[str, Any]]:
+    """Evaluations of a run by ascending step; step 0 is the untrained drafter."""
+    path = run_dir / EVALUATION
+    if not path.is_file():
+        return []
+    try:
+        entries = json.loads(path.read_text(encoding="utf-8"))["evaluations"]
+        _ = [int(entry["step"]) for entry in entries]
+    except (ValueError, KeyError, TypeError) as error:
+        reason = str(error) if isinstance(error, ValueError) else "no evaluations by step"
+        raise RunDirectoryError(f"{path}: damaged ({reason}); remove it and evaluate again") from None
+    return entries
+
+
+def versions() -> dict[str, str]:
+    """Versions that a run depends on."""
+    names = ("torch", "transformers", "datasets", "numpy", "safetensors")
+    return {
+        "paceline": paceline.__version__,
+        "python": sys.version.split()[0],
+        "platform": platform.platform(),
+        **{name: importlib.metadata.version(name) for name in names},
+    }
+
+
+def _changed_settings(run_dir: Path, settings: Settings) -> Iterator[str]:
+    """A line for each setting that may not change; the last also says which others changed, and which may."""
+    before = dict(_flat(load_settings(run_dir / SETTINGS).model_dump(mode="json")))
+    after = dict(_flat(settings.model_dump(mode="json")))
+    changed = [name for name in after if name != "run_dir" and before.get(name) != after[name]]
+    free = [name for name in changed if name.split(".")[0] in FREE_SECTIONS or name in FREE_KEYS]
+    fixed = [name for name in changed if name not in free]
+    asked = f"of the changes asked for, {', '.join(free)} may stay; " if free else ""
+    allowed = f"; {asked}one run may change {', '.join(FREE_SECTIONS)}, and of the rest {', '.join(FREE_KEYS)}"
+    for name in fixed:
+        told = f"{run_dir}: made with {name} = {before.get(name)!r}, asked for {after[name]!r}; give another run_dir"
+        yield told + (allowed if name == fixed[-1] else "")
+
+
+def _changed_facts(run_dir: Path, facts: Mapping[str, Any]) -> Iterator[str]:
+    before = read_run_facts(run_dir)
+    for name in facts:
+        if name == "target" and (parts := differing_parts(before.get(name, {}), facts[name])):
+            yield (
+                f"{run_dir}: made with another target, which differs in {', '.join(parts)}; "
+                "put back the target that it was started with, or give another run_dir"
+            )
+        elif name not in ("versions", "target", "target_fingerprint") and before.get(name) != facts[name]:
+            yield f"{run_dir}: its {name.replace('_', ' ')} is not today's; what it was made from has changed"
+
+
+def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, inner in value.items():
+        if isinstance(inner, Mapping):
+            yield from _flat(inner, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", inner

@@ -1,0 +1,217 @@
+"""Speculative decoding of several prompts at once: their blocks are drafted, and verified, in one forward each.
+
+A prompt that ends makes room for the next one. What a prompt answers does not depend on the others: rows see neither
+each other nor what rejected drafts of any row have left, and stop tokens and limits count for each alone.
+
+Shape letters: A sequences, K slots of a block, M drafts of a block, G key heads, E head size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from paceline.decode.batch_session import BatchSession
+from paceline.decode.chain import Answer, Decoded, Pass, head_logits, inference, num_drafts, prompt_tensor, verified
+from paceline.decode.compatibility import check_pair
+from paceline.decode.sampling import Greedy, TokenChooser
+from paceline.decode.session import TargetSession
+
+if TYPE_CHECKING:
+    from paceline.drafter.network import Drafter
+    from paceline.target_model.model import TargetModel
+
+ROOM = 256
+"""Context columns of a sequence at first."""
+
+
+class BatchContext:
+    """Keys and values of several sequences' contexts, per draft layer, [G, A, room, E]."""
+
+    def __init__(self, network: Drafter) -> None:
+        self._network = network
+        self._store: list[tuple[Tensor, Tensor]] = []
+        self.room = 0
+
+    def add(self, features: Tensor) -> None:
+        """One more sequence with the features of its first tokens, [T, N·H]."""
+        count = features.shape[0]
+        parts = self._network.context_parts(features, torch.arange(count, device=features.device))
+        self._grow(max(count, ROOM))
+        new = [tuple(_roomy(part[:, None], self.room) for part in pair) for pair in parts]
+        old = self._store or [(keys[:, :0], values[:, :0]) for keys, values in new]
+        self._store = [
+            (torch.cat([a, keys], dim=1), torch.cat([b, values], dim=1))
+            for (a, b), (keys, values) in zip(old, new, strict=True)
+        ]
+
+    def extend(self, features: Tensor, rows: Tensor, positions: Tensor) -> None:
+        """Features [T, N·H] of the next tokens of sequences `rows` at `positions`, int64 [T] each."""
+        self._grow(int(positions.max()) + 1)
+        parts = self._network.context_parts(features, positions)
+        for stored, new in zip(self._store, parts, strict=True):
+            for room, values in zip(stored, new, strict=True):
+                room[:, rows, positions] = values
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Keeps some sequences, in this order."""
+        self._store = [(keys[:, list(rows)], values[:, list(rows)]) for keys, values in self._store]
+
+    def layers(self) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values [G, A·room, E] of every draft layer."""
+        return [(keys.flatten(1, 2), values.flatten(1, 2)) for keys, values in self._store]
+
+    def _grow(self, needed: int) -> None:
+        if needed > self.room:
+            self.room = max(needed, 2 * self.room)
+            self._store = [(_roomy(keys, self.room), _roomy(values, self.room)) for keys, values in self._store]
+
+
+@dataclass(slots=True)
+class _Row:
+    """A prompt that is being answered."""
+
+    place: int
+    answer: Answer
+    choice: TokenChooser
+    token: int
+    prompt_seconds: float
+    seconds: float = 0.0
+    passes: list[Pass] = field(default_factory=list)
+
+    def decoded(self) -> Decoded:
+        assert self.answer.finish is not None
+        return Decoded(self.answer.ids, self.answer.finish, self.passes, self.seconds, self.prompt_seconds)
+
+
+@inference
+def batch_decode(
+    target: TargetModel,
+    network: Drafter,
+    prompts: Sequence[Sequence[int]],
+    *,
+    batch_size: int,
+    max_new_tokens: int,
+    stop_ids: Collection[int] = (),
+    choices: Sequence[TokenChooser] | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> list[Decoded]:
+    """Answers prompts with drafts, several at a time.
+
+    Args:
+        target: the verifying model; all its layers attend.
+        network: the drafter.
+        prompts: tokens of each prompt.
+        batch_size: prompts at a time.
+        max_new_tokens: longest answer, exact to the token.
+        stop_ids: tokens that end an answer.
+        choices: one a prompt; greedy where None.
+        progress: called with the number of answers that are done.
+
+    Returns:
+        An answer for each prompt, in order; its seconds are its share of those of the passes.
+
+    Raises:
+        TargetError: the target has recurrent layers or takes no masks.
+        DataError, DrafterError: as `speculative_decode`.
+    """
+    check_pair(target, network.spec)
+    session, context = BatchSession(target), BatchContext(network)
+    done: dict[int, Decoded] = {}
+    rows: list[_Row] = []
+    waiting = list(range(len(prompts)))[::-1]
+    while waiting or rows:
+        while waiting and len(rows) < batch_size:
+            place = waiting.pop()
+            choice = choices[place] if choices is not None else Greedy()
+            answer = Answer(len(prompts[place]), target, max_new_tokens, stop_ids)
+            row, alone, features = _begin(target, place, prompts[place], answer, choice)
+            if answer.finish is None:
+                session.add(alone)
+                context.add(features)
+                rows.append(row)
+            else:
+                done[place] = row.decoded()
+        started = time.perf_counter()
+        _pass(target, network, session, context, rows)
+        for row in rows:
+            row.seconds += (time.perf_counter() - started) / len(rows)
+        left = [number for number, row in enumerate(rows) if row.answer.finish is None]
+        if len(left) < len(rows):
+            done |= {row.place: row.decoded() for row in rows if row.answer.finish is not None}
+            session.select(left)
+            context.select(left)
+            rows = [rows[number] for number in left]
+            if progress is not None:
+                progress(len(done))
+    return [done[place] for place in range(len(prompts))]
+
+
+def _begin(
+    target: TargetModel, place: int, prompt_ids: Sequence[int], answer: Answer, choice: TokenChooser
+) -> tuple[_Row, TargetSession, Tensor]:
+    """Reads one prompt alone, as decoding it alone would, and chooses its first token."""
+    started = time.perf_counter()
+    session = TargetSession(target, forgets=False)
+    logits, features = session.read(prompt_tensor(prompt_ids, target), last_only=True)
+    token = choice.token(logits[-1])
+    answer.add([token])
+    return _Row(place, answer, choice, token, time.perf_counter() - started), session, features
+
+
+def _pass(
+    target: TargetModel, network: Drafter, session: BatchSession, context: BatchContext, rows: list[_Row]
+) -> None:
+    """Drafts and verifies one block of every row."""
+    if not rows:
+        return
+    starts = list(session.lengths)
+    proposals = _drafts(target, network, context, rows, starts)
+    counts = [1 + len(drafts) for drafts, _ in proposals]
+    ids = torch.zeros(len(rows), max(counts), dtype=torch.int64, device=target.device)
+    for number, (row, (drafts, _)) in enumerate(zip(rows, proposals, strict=True)):
+        ids[number, 0] = row.token
+        ids[number, 1 : counts[number]] = drafts
+    logits, features = session.read(ids, counts)
+    kept_rows: list[int] = []
+    kept: list[int] = []
+    ends: list[int] = []
+    for number, (row, (drafts, chances)) in enumerate(zip(rows, proposals, strict=True)):
+        accepted, after = row.choice.judge(drafts, chances, logits[number, : counts[number]])
+        stands = [*drafts[:accepted].tolist(), after]
+        row.passes.append(verified(starts[number], drafts.shape[0], accepted, row.answer.add(stands)))
+        row.token = after
+        kept_rows += [number] * (accepted + 1)
+        kept += range(accepted + 1)
+        ends.append(starts[number] + accepted + 1)
+    number, step = torch.tensor([kept_rows, kept], device=target.device)
+    context.extend(features[number, step], number, torch.tensor(starts, device=target.device)[number] + step)
+    session.rewind(ends)
+
+
+@torch.no_grad()
+def _drafts(
+    target: TargetModel, network: Drafter, context: BatchContext, rows: Sequence[_Row], starts: Sequence[int]
+) -> list[tuple[Tensor, Any]]:
+    """Drafts of each row, and what judging them needs."""
+    spec = network.spec
+    slots = torch.full((len(rows), spec.block_size), spec.mask_token_id, device=target.device)
+    slots[:, 0] = torch.tensor([row.token for row in rows], device=target.device)
+    embedded = target.embedding[slots].to(target.dtype)
+    hidden = network.draft_blocks(context.layers(), context.room, starts, embedded)
+    counts = [num_drafts(target, spec, start) for start in starts]
+    first = spec.first_draft_slot
+    logits = head_logits(target, hidden)[:, first:]
+    return [row.choice.drafts(logits[number, : counts[number]]) for number, row in enumerate(rows)]
+
+
+def _roomy(values: Tensor, room: int) -> Tensor:
+    """[G, A, T, E] with zeros behind, [G, A, room, E]."""
+    grown = values.new_zeros(*values.shape[:2], room, values.shape[3])
+    grown[:, :, : values.shape[2]] = values
+    return grown

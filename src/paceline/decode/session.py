@@ -1,0 +1,152 @@
+"""One sequence in the target while decoding: its cache, its taps, its logits, and the way back after rejected drafts.
+
+Attention caches are cut. Recurrent state (state-space and linear-attention layers) cannot be cut: it is kept aside
+before tokens that may be rejected are read, put back, and the accepted tokens are read again.
+
+Shape letters: T tokens, V vocabulary, N taps, H hidden size.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.decode.kv_cache import GrowingLayer, is_recurrent, layer_bytes, new_cache, restore, snapshot
+from paceline.decode.masked_forward import MaskedForward, Visibility, check_masks
+from paceline.decode.recurrent_check import reads_blocks
+from paceline.errors import TargetError
+from paceline.target_model.model import TargetModel
+
+
+class TargetSession:
+    """Reads tokens of one sequence and remembers them in the target's cache.
+
+    Attributes:
+        length: tokens that the cache holds.
+        replayed_tokens: tokens that had to be read again after rejections.
+        cache: transformers' cache.
+
+    Args:
+        target: the model.
+        forgets: whether layers with a window drop what is outside it.
+        by_token: whether new tokens are read one by one behind cached ones; None: where the target needs it.
+
+    Raises:
+        TargetError: the target cannot go on from its cache; see `reads_blocks`.
+    """
+
+    def __init__(self, target: TargetModel, *, forgets: bool = True, by_token: bool | None = None) -> None:
+        self.target = target
+        self.length = 0
+        self.replayed_tokens = 0
+        self._reader = MaskedForward(target)
+        self.cache = new_cache(target.model.config, forgets=forgets)
+        self._recurrent = [index for index, layer in enumerate(self.cache.layers) if is_recurrent(layer)]
+        if by_token is None:
+            by_token = bool(self._recurrent) and not reads_blocks(target, self._bare)
+        self._by_token = by_token
+        self._before: tuple[int, dict[int, dict[str, Any]]] = (0, {})
+        self._read_since: list[Tensor] = []
+
+    def _bare(self, by_token: bool) -> TargetSession:
+        return TargetSession(self.target, by_token=by_token)
+
+    @torch.no_grad()
+    def read(
+        self,
+        ids: Tensor,
+        *,
+        last_only: bool = False,
+        positions: Tensor | None = None,
+        mask: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Appends tokens.
+
+        Args:
+            ids: int64 [T], on the target's device.
+            last_only: logits of the last token alone.
+            positions: int64 [T]; consecutive from `length` where None.
+            mask: [T, T], True where a token sees a new one; all see the cached ones, as far as windows allow. Causal
+                where None. Only for targets that `branches`.
+
+        Returns:
+            Logits [T, V] ([1, V] with `last_only`) and features [T, N·H].
+        """
+        self._before = (self.length, {index: snapshot(self.cache.layers[index]) for index in self._recurrent})
+        self._read_since = [ids]
+        if positions is None:
+            positions = torch.arange(self.length, self.length + ids.shape[0], device=ids.device)
+        seen = None
+        if mask is not None:
+            cached = torch.arange(self.length, device=ids.device)
+            everything = mask.new_ones(ids.shape[0], self.length)
+            seen = Visibility(torch.cat([everything, mask], dim=1)[None], torch.cat([cached, positions])[None])
+        # Where the state takes no block, tokens follow one by one.
+        size = 1 if self._by_token and self.length else max(1, ids.shape[0])
+        found = [
+            self._reader.read(self.cache, some[None], places[None], seen, last_only=last_only)
+            for some, places in zip(ids.split(size), positions.split(size), strict=True)
+        ]
+        self.length += ids.shape[0]
+        if len(found) == 1:
+            return found[0][0][0], found[0][1][0]
+        logits = found[-1][0][0] if last_only else torch.cat([entry[0][0] for entry in found])
+        return logits, torch.cat([entry[1][0] for entry in found])
+
+    def rewind(self, length: int) -> None:
+        """Forgets all tokens from position `length` on; at most those of the last `read`.
+
+        Raises:
+            TargetError: earlier tokens would have to be forgotten.
+        """
+        start, states = self._before
+        if not start <= length <= self.length:
+            raise TargetError(f"a sequence of {self.length} tokens can be rewound to {start} or later, not to {length}")
+        removed = self.length - length
+        replay = bool(states) and removed > 0
+        cut = self.length - start if replay else removed
+        for index, layer in enumerate(self.cache.layers):
+            if index not in states:
+                layer.crop(-cut)
+            elif replay:
+                restore(layer, states[index])
+        if replay:
+            again = torch.cat(self._read_since)[: length - start]
+            self.length = start
+            if again.shape[0]:
+                self.read(again, last_only=True)
+                self.rewind(length)
+                self.replayed_tokens += again.shape[0]
+        self.length = length
+
+    @property
+    def replays(self) -> bool:
+        """Whether the target has state that cannot be cut, so that rejected drafts cost a second forward."""
+        return bool(self._recurrent)
+
+    def check_branches(self) -> None:
+        """Refuses a target in which several continuations cannot be read at once.
+
+        Raises:
+            TargetError: one line; see `check_masks`.
+        """
+        check_masks(self.target)
+
+    def keep_places(self, start: int, places: Tensor) -> None:
+        """Keeps, of the tokens read at `start` and after, those at the given places, in that order.
+
+        Args:
+            start: tokens before it stay.
+            places: int64 [M] relative to `start`.
+        """
+        for layer in self.cache.layers:
+            if isinstance(layer, GrowingLayer):
+                layer.keep(places, start)
+        self.length = start + places.shape[0]
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the cached tokens and of recurrent state."""
+        return sum(layer_bytes(layer) for layer in self.cache.layers)

@@ -1,0 +1,100 @@
+"""A target with prompts, on which drafters are decoded and measured: for `paceline evaluate` and during training."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from paceline.config import Settings
+from paceline.data.tokenizer import load_tokenizer
+from paceline.decode.chain import greedy_decode
+from paceline.evaluate.evaluate import check_way, evaluate
+from paceline.evaluate.prompts import PromptRenderer, render_prompts, with_later_turns
+from paceline.evaluate.report import EvaluationReport
+from paceline.target_model.load import load_target
+
+if TYPE_CHECKING:
+    from paceline.drafter.network import Drafter
+
+
+class Evaluator:
+    """The target of some settings, loaded, and the prompts that they hold out.
+
+    Where a prompt has several turns, the later ones are asked after the target's own greedy answers, so they are the
+    same for every drafter.
+
+    Args:
+        settings: target, held-out files and limits.
+        taps: of the drafters.
+        device: where everything runs.
+
+    Raises:
+        PacelineError: one line for each error.
+    """
+
+    def __init__(self, settings: Settings, taps: Sequence[int], device: str = "cpu") -> None:
+        given, self._limits = settings.target, settings.evaluate
+        prompts = render_prompts(
+            settings.data.heldout,
+            given.path,
+            self._limits.num_prompts,
+            thinking=settings.data.thinking,
+            trust_remote_code=given.trust_remote_code,
+        )
+        self._tokenizer = load_tokenizer(given.path, given.trust_remote_code)
+        self._target = load_target(given, list(taps), device, self._limits.dtype)
+        check_way(self._target, self._limits)
+        self._device = device
+        renderer = PromptRenderer(given.path, settings.data.thinking, given.trust_remote_code)
+        self.prompts = with_later_turns(prompts, renderer, self._answer, self._limits.num_prompts)
+
+    def measure(
+        self,
+        network: Drafter,
+        *,
+        check_lossless: bool = True,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> EvaluationReport:
+        """Decode the prompts with a drafter.
+
+        Args:
+            network: the drafter; moved to the device.
+            check_lossless: also decode plainly, and compare.
+            progress: called with (prompts done, prompts).
+
+        Raises:
+            PacelineError: one line for each error.
+        """
+        return evaluate(
+            self._target,
+            network.to(self._device).eval(),
+            self.prompts,
+            self._limits,
+            progress=progress,
+            check_lossless=check_lossless,
+            pieces=functools.partial(text_pieces, self._tokenizer),
+        )
+
+    def _answer(self, ids: list[int]) -> str | None:
+        """The target's own answer as text, without the tokens that end it; None to more than its positions."""
+        facts, limit = self._target.facts, self._limits.max_new_tokens
+        if facts.max_position_embeddings is not None and len(ids) > facts.max_position_embeddings:
+            return None
+        answer = greedy_decode(self._target, ids, max_new_tokens=limit, stop_ids=facts.eos_token_ids)
+        return str(self._tokenizer.decode(answer.ids, skip_special_tokens=True))
+
+
+def text_pieces(tokenizer: Any, ids: Sequence[int]) -> list[str]:
+    """The text that each token adds; the bytes of a character that spans tokens are shown with the last of them."""
+    pieces: list[str] = []
+    # Spaces depend on the token before, so each token is decoded behind the piece that came before it.
+    before, begun = 0, 0
+    for end in range(1, len(ids) + 1):
+        shown, whole = (tokenizer.decode(list(ids[before:stop]), skip_special_tokens=False) for stop in (begun, end))
+        if whole.endswith("\ufffd") and end < len(ids):
+            pieces.append("")
+            continue
+        pieces.append(whole[len(shown) :])
+        before, begun = begun, end
+    return pieces

@@ -1,0 +1,192 @@
+"""Prompts for evaluation, rendered as a server renders them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from paceline.data.chat_template import Renderer
+from paceline.data.readers import find_files, read_rows
+from paceline.data.rows import Conversation, RowRejected, read_row
+from paceline.data.tags import conversation_tags
+from paceline.data.tokenizer import load_tokenizer
+from paceline.errors import DataError
+from paceline.evaluate.benchmarks import Question, read_questions, set_of
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt to answer.
+
+    Attributes:
+        id: the row's own id, or `file:line`.
+        ids: token ids, generation prompt included.
+        text: what the ids were read from.
+        reference: the answer that stands in the data, or None.
+        tags: words by which reports are split.
+        asked: the turns before the answer.
+        later: what the user says after the answer, turn by turn.
+    """
+
+    id: str
+    ids: list[int]
+    text: str
+    reference: str | None
+    tags: tuple[str, ...]
+    asked: Conversation
+    later: tuple[str, ...] = ()
+
+
+class PromptRenderer:
+    """Renders prompts for one target.
+
+    Args:
+        tokenizer_path: of the target.
+        thinking: as `data.thinking`; auto leaves the template's own default.
+        trust_remote_code: whether code that comes with the target may run.
+
+    Raises:
+        DataError: no tokenizer or no chat template.
+    """
+
+    def __init__(self, tokenizer_path: str, thinking: str = "auto", trust_remote_code: bool = False) -> None:
+        self._tokenizer = load_tokenizer(tokenizer_path, trust_remote_code)
+        self._renderer = Renderer(self._tokenizer, thinking)
+
+    def of_row(self, where: str, values: object) -> Prompt:
+        """Everything before the last assistant turn, or the whole row where it ends with a question.
+
+        Raises:
+            SetAside: the row holds no question.
+        """
+        if isinstance(values, RowRejected):
+            raise values
+        row = read_row(values, answered=False)
+        if not isinstance(row, Conversation):
+            raise RowRejected("no_messages", "no chat")
+        end, reference = _last_question(row)
+        tags = (*row.tags, *conversation_tags(row))
+        return self._prompt(row.row_id or where, replace(row, messages=row.messages[:end]), reference, tags)
+
+    def of_question(self, where: str, question: Question) -> Prompt:
+        """The first turn of a question of a prompt set; the others stand in `later`."""
+        asked = Conversation([{"role": "user", "content": question.turns[0]}])
+        tags = (*question.tags, f"{question.tags[0]}:turn-1") if len(question.turns) > 1 else question.tags
+        later = question.turns[1:]
+        return replace(self._prompt(question.id or where, asked, question.reference, tags), later=later)
+
+    def next_turn(self, prompt: Prompt, answer: str) -> Prompt:
+        """The prompt of the user's next turn, after an answer to the one before."""
+        said = [{"role": "assistant", "content": answer}, {"role": "user", "content": prompt.later[0]}]
+        asked = replace(prompt.asked, messages=[*prompt.asked.messages, *said])
+        turn = sum(message["role"] == "user" for message in asked.messages)
+        *tags, last = prompt.tags
+        tags = [*tags, f"{last.rpartition('-')[0]}-{turn}"]
+        name = f"{prompt.id.partition('#')[0]}#turn-{turn}"
+        return replace(self._prompt(name, asked, None, tuple(tags)), later=prompt.later[1:])
+
+    def _prompt(self, name: str, asked: Conversation, reference: str | None, tags: tuple[str, ...]) -> Prompt:
+        end, variables = len(asked.messages), self._renderer.variables(asked)[0]
+        text = self._renderer.texts(asked, [end], variables, generation=True)[0]
+        return Prompt(name, self._tokenizer.encode(text, add_special_tokens=False), text, reference, tags, asked)
+
+
+def render_prompts(
+    files: Sequence[str],
+    tokenizer_path: str,
+    limit: int | None,
+    *,
+    thinking: str = "auto",
+    trust_remote_code: bool = False,
+) -> list[Prompt]:
+    """Prompts of data files and prompt sets, one of each in turn.
+
+    Args:
+        files: data files or folders of such, or files of published sets (`gsm8k:PATH`, see `prompt_sets`).
+        tokenizer_path: of the target.
+        limit: at most this many, the first ones; None = all.
+        thinking: as `data.thinking`; auto leaves the template's own default.
+        trust_remote_code: whether code that comes with the target may run.
+
+    Raises:
+        DataError: no file, no tokenizer, no chat template, no row with a question, or a row that is not of its set's
+            format; rows of data files without a question are passed over.
+    """
+    renderer = PromptRenderer(tokenizer_path, thinking, trust_remote_code)
+    sets = [(name, set_of(name)) for name in files]
+    _check_files([name for name, known in sets if known is None], [known for _, known in sets if known is not None])
+    passed_over: list[str] = []
+    open_files = [_of_set(renderer, *known) if known else _of_file(renderer, name, passed_over) for name, known in sets]
+    prompts: list[Prompt] = []
+    while open_files and (limit is None or len(prompts) < limit):
+        file = open_files.pop(0)
+        prompt = next(file, None)
+        if prompt is not None:
+            prompts.append(prompt)
+            open_files.append(file)
+    if not prompts:
+        example = f"; for example {passed_over[0]}" if passed_over else ""
+        raise DataError(f"{', '.join(files)}: no row with a question to evaluate{example}")
+    return prompts
+
+
+def with_later_turns(
+    prompts: Sequence[Prompt], renderer: PromptRenderer, answer: Callable[[list[int]], str | None], limit: int | None
+) -> list[Prompt]:
+    """The prompts, each followed by those of its user's later turns.
+
+    Args:
+        prompts: from `render_prompts`.
+        renderer: for the same target.
+        answer: answers token ids; called for turns after which another is asked. None where it cannot: then none is.
+        limit: at most this many prompts in all; None = all.
+    """
+    found: list[Prompt] = []
+    for prompt in prompts:
+        if limit is not None and len(found) >= limit:
+            break
+        found.append(prompt)
+        while found[-1].later and (limit is None or len(found) < limit):
+            said = answer(found[-1].ids)
+            if said is None:
+                break
+            found.append(renderer.next_turn(found[-1], said))
+    return found
+
+
+def _check_files(names: Sequence[str], sets: Sequence[tuple[str, str]]) -> None:
+    """Refuse files that are not there, all at once."""
+    errors = [f"prompts: {name}:{path}: no such file" for name, path in sets if not Path(path).exists()]
+    try:
+        if names or not sets:
+            find_files(names, "prompts")
+    except DataError as error:
+        raise DataError(*error.errors, *errors) from None
+    if errors:
+        raise DataError(*errors)
+
+
+def _of_set(renderer: PromptRenderer, name: str, path: str) -> Iterator[Prompt]:
+    for where, question in read_questions(name, path):
+        yield renderer.of_question(where, question)
+
+
+def _of_file(renderer: PromptRenderer, name: str, passed_over: list[str]) -> Iterator[Prompt]:
+    for where, values in read_rows([name], "prompts"):
+        try:
+            yield renderer.of_row(where, values)
+        except RowRejected as found:
+            passed_over.append(f"{where} ({found.reason}{': ' + found.detail if found.detail else ''})")
+
+
+def _last_question(row: Conversation) -> tuple[int, str | None]:
+    """Turns before the last answer (or all of them), and that answer."""
+    messages = row.messages
+    if messages[-1]["role"] != "assistant":
+        return len(messages), None
+    asked = next(place for place, turn in enumerate(messages) if turn["role"] == "user")
+    if len(messages) - 1 <= asked:
+        raise RowRejected("no_assistant", "nothing is asked before the last answer")
+    content = messages[-1].get("content")
+    return len(messages) - 1, content if isinstance(content, str) else None

@@ -1,1 +1,0 @@
-"""Rows → padded host batches."""

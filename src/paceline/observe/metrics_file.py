@@ -1,0 +1,239 @@
+"""metrics.jsonl: one JSON object a line, the truth of a run. Writing, cutting back on resume, reading what is there.
+
+Each line goes to the operating system by itself, so it survives the death of the process at any moment; at worst the
+last line is half written, and the next start cuts it off. Line kinds:
+
+- ``header``: once a start; ``format`` is the version of this file's layout.
+- ``step``: ``values`` by metric name (null = not a number) and, for ratios, their denominators in ``weights``, over
+  ``steps`` optimizer steps up to and including ``step``.
+- ``event``: anything else that happened, with the last step before it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import numpy as np
+
+from paceline.errors import RunDirectoryError
+from paceline.text import readable
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+"""Steps, epochs, windows: what a float holds exactly."""
+METRICS_FILE = "metrics.jsonl"
+FORMAT = 1
+
+
+class HeaderLine(msgspec.Struct, frozen=True, tag_field="kind", tag="header"):
+    """Written at each start of the run."""
+
+    step: Count
+    time: float
+    format: int
+    total_steps: Count
+    header: dict[str, Any]
+
+
+class StepLine(msgspec.Struct, frozen=True, tag_field="kind", tag="step"):
+    """Metrics of ``steps`` optimizer steps, the last of which is ``step`` (1-based)."""
+
+    step: Count
+    time: float
+    steps: Annotated[int, msgspec.Meta(ge=1, le=2**53)]
+    epoch: Count
+    window: Count
+    batches: list[int]
+    values: Mapping[str, float | None]
+    weights: Mapping[str, float | None]
+
+
+class EventLine(msgspec.Struct, frozen=True, tag_field="kind", tag="event"):
+    """Something that happened after ``step``."""
+
+    step: Count
+    time: float
+    event: str
+    fields: dict[str, Any]
+
+
+Line = HeaderLine | StepLine | EventLine
+
+
+class _Place(msgspec.Struct):
+    """The part of a line that cutting back needs."""
+
+    step: int
+    kind: str
+
+
+def gap_text(first: int, last: int) -> str:
+    """What is said of steps that no line covers."""
+    steps = f"steps {first}–{last}" if last > first else f"step {first}"
+    return (
+        f"no metrics of {steps}: the run was killed between a checkpoint and its line, or the lines were lost; "
+        "they were trained, and the counts here lack them"
+    )
+
+
+def _plain(value: Any) -> Any:
+    """What JSON can hold in place of something that it cannot: numpy values as numbers, the rest as text."""
+    return value.tolist() if isinstance(value, (np.generic, np.ndarray)) else str(value)
+
+
+_ENCODER = msgspec.json.Encoder(enc_hook=_plain)
+_DECODER = msgspec.json.Decoder(Line)
+_STEP = msgspec.json.Decoder(StepLine)
+_PLACE = msgspec.json.Decoder(_Place)
+
+
+def encode(message: msgspec.Struct) -> bytes:
+    """One line of JSON without its newline.
+
+    Not-a-number becomes null; bytes of a file's name that are no text become question marks.
+    """
+    try:
+        return _ENCODER.encode(message)
+    except UnicodeEncodeError:
+        return _ENCODER.encode(_readable(msgspec.to_builtins(message, enc_hook=_plain)))
+
+
+def _readable(value: Any) -> Any:
+    if isinstance(value, str):
+        return readable(value)
+    if isinstance(value, dict):
+        return {_readable(key): _readable(inner) for key, inner in value.items()}
+    return [_readable(inner) for inner in value] if isinstance(value, list) else value
+
+
+class MetricsFile:
+    """Appends lines to a metrics file.
+
+    Args:
+        path: the file; made if it is not there.
+        first_step: step of the checkpoint that the run goes on from; lines after it are cut off, for they will be
+            written again.
+
+    Raises:
+        RunDirectoryError: the file cannot be written, or is no metrics file.
+    """
+
+    def __init__(self, path: Path, first_step: int) -> None:
+        self.path = path
+        try:
+            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+            with path.open("rb") as stream:
+                keep, last = _length_to_keep(stream.read(), first_step, path)
+            os.ftruncate(self._descriptor, keep)
+        except RunDirectoryError:
+            raise
+        except OSError as error:
+            raise _unwritable(path, error) from error
+        self.last_step_line = last
+        """The newest step line that was kept, if any."""
+
+    def append(self, line: Line) -> None:
+        """Write one line through to the operating system.
+
+        Raises:
+            RunDirectoryError: disk full, or the directory is gone.
+        """
+        data = encode(line) + b"\n"
+        try:
+            while data:
+                data = data[os.write(self._descriptor, data) :]
+        except OSError as error:
+            raise _unwritable(self.path, error) from error
+
+    def sync(self) -> None:
+        """Wait until every line is on the disk itself.
+
+        Raises:
+            RunDirectoryError: it is not.
+        """
+        try:
+            os.fsync(self._descriptor)
+        except OSError as error:
+            raise _unwritable(self.path, error) from error
+
+    def close(self) -> None:
+        """Sync to the disk and close."""
+        try:
+            self.sync()
+        finally:
+            os.close(self._descriptor)
+
+
+def read_lines(path: Path) -> tuple[list[Line], list[str]]:
+    """All lines that can be read, and one sentence for each thing that is missing.
+
+    Raises:
+        RunDirectoryError: no such file, it cannot be read, or nothing in it is a metric line.
+    """
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise RunDirectoryError(f"{path}: cannot be read ({error.strerror}); give the directory of a run") from error
+    rows = raw.split(b"\n")
+    tail = rows.pop()
+    lines: list[Line] = []
+    bad: list[int] = []
+    for number, row in enumerate(rows, 1):
+        try:
+            lines.append(_DECODER.decode(row))
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            bad.append(number)
+    if bad and not lines:
+        raise RunDirectoryError(f"{path}: not a metrics file of paceline (line 1 is no metric line); give another run")
+    notes: list[str] = []
+    if bad:
+        shown = ", ".join(map(str, bad[:5])) + (", …" if len(bad) > 5 else "")
+        notes.append(f"{path.name}: {len(bad)} of {len(rows)} lines cannot be read and are left out (line {shown})")
+    if tail:
+        notes.append(f"{path.name}: the last line is half written (the run was killed or still writes) and is left out")
+    return lines, notes
+
+
+_OPENING = b'{"kind":'
+"""How every line begins; a half-written one may be cut off anywhere, in here too."""
+
+
+def _length_to_keep(raw: bytes, first_step: int, path: Path) -> tuple[int, StepLine | None]:
+    """Bytes up to the first line after ``first_step`` or up to a half-written last line; the last step line kept."""
+    keep = 0
+    newest: tuple[int, int] | None = None
+    while (end := raw.find(b"\n", keep)) >= 0:
+        try:
+            place = _PLACE.decode(raw[keep:end])
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise _no_line(path, raw, keep, error) from error
+        if place.step > first_step:
+            break
+        if place.kind == "step":
+            newest = (keep, end)
+        keep = end + 1
+    tail = raw[keep:]
+    if tail and b"\n" not in tail and not (tail.startswith(_OPENING) or _OPENING.startswith(tail)):
+        raise RunDirectoryError(
+            f"{path}: its end is no metric line, cut or whole; move the file away or give another run directory"
+        )
+    if newest is None:
+        return keep, None
+    try:
+        return keep, _STEP.decode(raw[slice(*newest)])
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise _no_line(path, raw, newest[0], error) from error
+
+
+def _no_line(path: Path, raw: bytes, start: int, error: Exception) -> RunDirectoryError:
+    number = raw.count(b"\n", 0, start) + 1
+    return RunDirectoryError(
+        f"{path}:{number}: not a metric line ({error}); move the file away or give another run directory"
+    )
+
+
+def _unwritable(path: Path, error: OSError) -> RunDirectoryError:
+    return RunDirectoryError(f"{path}: cannot be written ({error.strerror}); free space or repair it, then run again")

@@ -1,0 +1,38 @@
+"""Ctrl-C and SIGTERM: the first asks for an orderly stop, the second interrupts."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+
+class GracefulStop:
+    """Ctrl-C and SIGTERM: the first asks for a stop after the open window, the second interrupts at once.
+
+    Used as a context manager around the loop; calling it tells whether a stop was asked for.
+    """
+
+    def __init__(self, notice: Callable[[str], None]) -> None:
+        self._notice, self._asked = notice, False
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __call__(self) -> bool:
+        """Whether a stop was asked for."""
+        return self._asked
+
+    def __enter__(self) -> GracefulStop:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._before[number] = signal.signal(number, self._react)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _react(self, number: int, frame: FrameType | None) -> None:
+        if self._asked:
+            raise KeyboardInterrupt
+        self._asked = True
+        self._notice("stopping: the open step is finished and a checkpoint written; once more stops at once, without")

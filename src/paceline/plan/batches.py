@@ -1,0 +1,176 @@
+"""Micro-batches as compact arrays, and the two ways to cut a sequence of samples into them.
+
+Both cut greedily: a batch takes the next sample unless that would exceed a budget. ``cut_runs`` is the fast path for
+sequences whose widths ascend in runs; ``cut_sequence`` walks sample by sample and serves any sequence.
+
+Shape letters: E entries of the epoch, M micro-batches.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from paceline.plan.budget import BatchBudget
+from paceline.plan.entries import Entries
+from paceline.plan.rng import index_dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Batches:
+    """The micro-batches of one epoch, in the order in which they were composed.
+
+    Attributes:
+        order: entries, batch after batch, int32 or int64 [E].
+        offsets: batch m is ``order[offsets[m] : offsets[m + 1]]``, int64 [M + 1].
+        width: padded width of each batch, int32 [M]; for packed bins the width of the longest document.
+        ascending: whether batches already ascend in length.
+        packed: whether a batch is a bin of documents that a forward keeps apart, not a padded rectangle.
+        bucket: bucket of each batch, uint16 [M], where the strategy knows it; None: by the width.
+    """
+
+    order: np.ndarray
+    offsets: np.ndarray
+    width: np.ndarray
+    ascending: bool = False
+    packed: bool = False
+    bucket: np.ndarray | None = None
+
+    @property
+    def num_batches(self) -> int:
+        """Number of micro-batches."""
+        return len(self.width)
+
+
+def composed(
+    order: np.ndarray, offsets: np.ndarray, lengths: np.ndarray, limits: BatchBudget, *, packed: bool = False
+) -> Batches:
+    """A composition with widths taken from each batch's longest entry."""
+    longest = np.maximum.reduceat(lengths[order], offsets[:-1])
+    return Batches(order, offsets, limits.widths(longest).astype(np.int32), packed=packed)
+
+
+def cut_runs(bounds: np.ndarray, widths: np.ndarray, limits: BatchBudget, drafts: np.ndarray | None) -> np.ndarray:
+    """Cuts a sequence made of runs of equal, ascending width; what is left of a run flows into the next one.
+
+    Args:
+        bounds: run r is the positions ``bounds[r]`` to ``bounds[r + 1]``, int64 [R + 1]; runs may be empty.
+        widths: padded width of each run, ascending, int64 [R].
+        limits: budgets; a single sample of any run fits them.
+        drafts: draft positions in sequence order [E], or None without such a budget.
+
+    Returns:
+        Offsets of the batches, int64 [M + 1]: the fewest contiguous batches that the budgets allow.
+    """
+    if drafts is not None:
+        return _cut_runs_drafting(bounds, widths, limits, drafts)
+    pieces: list[np.ndarray] = [np.zeros(1, np.int64)]
+    start, held = 0, 0
+    for run in np.flatnonzero(np.diff(bounds)).tolist():
+        end, capacity = int(bounds[run + 1]), limits.capacity(int(widths[run]))
+        if held >= capacity:
+            start += held
+            pieces.append(np.array([start], np.int64))
+        full = (end - start) // capacity
+        if full:
+            pieces.append(np.arange(1, full + 1, dtype=np.int64) * capacity + start)
+            start += full * capacity
+        held = end - start
+    if held:
+        pieces.append(np.array([start + held], np.int64))
+    return np.concatenate(pieces)
+
+
+def _cut_runs_drafting(bounds: np.ndarray, widths: np.ndarray, limits: BatchBudget, drafts: np.ndarray) -> np.ndarray:
+    total = int(bounds[-1])
+    summed = np.concatenate([np.zeros(1, np.int64), np.cumsum(drafts, dtype=np.int64)])
+    runs = np.flatnonzero(np.diff(bounds))
+    ends = bounds[runs + 1].tolist()
+    capacities = [limits.capacity(int(width)) for width in widths[runs]]
+    reach = np.searchsorted(summed, summed[:-1] + limits.draft_limit, side="right") - 1
+    offsets, start, run = [0], 0, 0
+    while start < total:
+        while ends[run] <= start:
+            run += 1
+        stop, last = min(start + capacities[run], ends[run]), run
+        while stop == ends[last] and last + 1 < len(ends) and stop - start < capacities[last + 1]:
+            last += 1
+            stop = min(start + capacities[last], ends[last])
+        start = min(stop, int(reach[start]))
+        offsets.append(start)
+    return np.array(offsets, np.int64)
+
+
+def cut_sequence(widths: np.ndarray, limits: BatchBudget, drafts: np.ndarray | None) -> np.ndarray:
+    """Cuts any sequence, closing a batch when the next sample would exceed a budget at the true running maximum.
+
+    Args:
+        widths: padded width of each sample, in sequence order [E].
+        limits: budgets.
+        drafts: draft positions in sequence order [E], or None.
+
+    Returns:
+        Offsets of the batches, int64 [M + 1].
+    """
+    capacity = {int(width): limits.capacity(int(width)) for width in np.unique(widths)}
+    offsets, held, room, drafted = [0], 0, 0, 0
+    draft_limit = limits.draft_limit
+    draft_list = drafts.tolist() if drafts is not None else None
+    for position, width in enumerate(widths.tolist()):
+        own = capacity[width]
+        room = own if not held or own < room else room
+        draft = draft_list[position] if draft_list is not None else 0
+        drafted += draft
+        if held >= room or drafted > draft_limit:
+            offsets.append(position)
+            held, room, drafted = 0, own, draft
+        held += 1
+    offsets.append(len(widths))
+    return np.array(offsets, np.int64)
+
+
+def cut_and_compose(order: np.ndarray, entries: Entries, limits: BatchBudget) -> Batches:
+    """Composition of entries in any order, cut greedily."""
+    widths = limits.widths(entries.lengths[order])
+    drafts = entries.drafts[order] if entries.drafts is not None else None
+    offsets = cut_sequence(widths, limits, drafts)
+    return composed(order, offsets.astype(index_dtype(len(order) + 1)), entries.lengths, limits)
+
+
+def cut_classes(
+    order: np.ndarray, bounds: np.ndarray, entries: Entries, limits: BatchBudget, edges: np.ndarray
+) -> Batches:
+    """Composition of entries sorted by class, cut greedily inside each class; no batch holds two classes.
+
+    A batch belongs to the bucket of its longest entry.
+    """
+    widths = limits.widths(entries.lengths[order])
+    drafts = entries.drafts[order] if entries.drafts is not None else None
+    pieces = [np.zeros(1, np.int64)]
+    for start, stop in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
+        if stop > start:
+            part = drafts[start:stop] if drafts is not None else None
+            pieces.append(cut_sequence(widths[start:stop], limits, part)[1:] + start)
+    offsets = np.concatenate(pieces).astype(index_dtype(len(order) + 1))
+    longest = np.maximum.reduceat(entries.lengths[order], offsets[:-1])
+    bucket = np.searchsorted(edges, longest).astype(np.uint16)
+    return Batches(order, offsets, limits.widths(longest).astype(np.int32), bucket=bucket)
+
+
+def class_composition(
+    order: np.ndarray, bounds: np.ndarray, class_widths: np.ndarray, limits: BatchBudget, drafts: np.ndarray | None
+) -> Batches:
+    """Composition of entries sorted by width class: cut in runs, every batch as wide as its longest class."""
+    offsets = cut_runs(bounds, class_widths, limits, drafts[order] if drafts is not None else None)
+    last = np.searchsorted(bounds, offsets[1:] - 1, side="right") - 1
+    width = class_widths[last].astype(np.int32)
+    offsets = offsets.astype(index_dtype(len(order) + 1))
+    return Batches(order, offsets, width, ascending=True)
+
+
+def rows_of(composition: Batches, batches: np.ndarray) -> np.ndarray:
+    """Rows of some composed batches, one after another, int64."""
+    offsets = composition.offsets
+    parts = [composition.order[offsets[batch] : offsets[batch + 1]] for batch in batches.tolist()]
+    return np.concatenate(parts).astype(np.int64) if parts else np.empty(0, np.int64)

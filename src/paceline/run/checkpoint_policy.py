@@ -1,0 +1,226 @@
+"""When checkpoints are due, what they note beside the state, and the drafter folder that goes with each."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from paceline.checkpoint import checkpoints
+from paceline.checkpoint.checkpoints import DECODED, export_path
+from paceline.checkpoint.retention import Best
+from paceline.checkpoint.run_directory import versions
+from paceline.checkpoint.writer import CheckpointWriter
+from paceline.config import Settings
+from paceline.drafter.spec import DrafterSpec
+from paceline.errors import ConfigError, ExportError, MetricError
+from paceline.observe.catalogue import find
+from paceline.types import TargetFacts
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from paceline.run.build import Run
+    from paceline.types import PlannedStep
+
+PATIENCE_S = 20.0
+"""An error elsewhere ends the run this much later at most, where a checkpoint is being written."""
+VALIDATION, DECODE = "validation/", "decode/"
+
+
+class Metrics(Protocol):
+    """What is known of a run so far."""
+
+    def event(self, kind: str, **fields: Any) -> None:
+        """Write down something that happened, and everything before it."""
+        ...
+
+    def newest(self, name: str) -> tuple[int, float] | None:
+        """Step and value of a metric where it was written down last."""
+        ...
+
+
+class CheckpointPolicy:
+    """Says when the state is written and what is noted with it; one a run, in the parent.
+
+    Args:
+        run: which run.
+        metrics: hears of every checkpoint before it is written, so that no checkpoint is ahead of the metrics on disk.
+        clock: seconds, ascending.
+    """
+
+    def __init__(self, run: Run, metrics: Metrics, clock: Callable[[], float] = time.monotonic) -> None:
+        self._run, self._metrics, self._clock = run, metrics, clock
+        self._since, self._last, self._note = clock(), run.first_step, {}
+
+    def due(self, order: PlannedStep) -> bool:
+        """Where the order says so, and when `checkpoint.every_minutes` have gone by."""
+        minutes = self._run.settings.checkpoint.every_minutes
+        return order.save or (minutes is not None and self._clock() - self._since >= 60 * minutes)
+
+    def announce(self, step: int) -> Mapping[str, Any]:
+        """Has everything up to the step written down; the place in the plan and the metric that the best is found by.
+
+        A metric counts for the first checkpoint after it was measured; one that was not measured since the checkpoint
+        before is not noted.
+        """
+        if step == self._last:
+            return self._note
+        self._metrics.event("checkpoint", step=step)
+        orders, name = self._run.orders, self._run.settings.checkpoint.keep_best
+        found = self._metrics.newest(name) if name is not None and not name.startswith(DECODE) else None
+        self._note = {
+            "epoch": orders[step - 1].epoch,
+            "window": orders[step - 1].window,
+            "micro_batches": sum(len(order.batches) for order in orders[:step]),
+            "metrics": {name: found[1]} if found is not None and found[0] > self._last else {},
+        }
+        self._since, self._last = self._clock(), step
+        return self._note
+
+
+@dataclass(frozen=True)
+class CheckpointExporter:
+    """Writes the drafter folder of a checkpoint; pickles.
+
+    Attributes:
+        settings, run_dir, spec, facts, data_fingerprint, total_steps: of the run.
+    """
+
+    settings: Settings
+    run_dir: Path
+    spec: DrafterSpec
+    facts: TargetFacts
+    data_fingerprint: str
+    total_steps: int
+
+    def __call__(self, step: int, network: Mapping[str, Tensor]) -> None:
+        """Write ``export/step-NUMBER``, in bfloat16, with its model card; it appears whole."""
+        from paceline.export.card import Origin, render_card
+        from paceline.export.speculators import write_speculators
+        from paceline.export.weights import content_hash
+        from paceline.export.zlab import write_zlab
+
+        kind, dtype, folder = self.settings.checkpoint.export, "bfloat16", export_path(self.run_dir, step)
+        origin = Origin(
+            step=step,
+            total_steps=self.total_steps,
+            target=self.facts.identity,
+            target_fingerprint=self.facts.fingerprint,
+            data_fingerprint=self.data_fingerprint,
+            settings=self.settings.model_dump(mode="json"),
+            versions=versions(),
+        )
+
+        def with_card(aside: Path, stored: Mapping[str, Tensor]) -> None:
+            """The model card, beside the tensors."""
+            card = render_card(
+                self.spec,
+                folder=str(folder),
+                format=kind,
+                dtype=dtype,
+                content_hash=content_hash(stored),
+                target=self.settings.target.path,
+                facts=self.facts,
+                origin=origin,
+            )
+            (aside / "README.md").write_text(card, encoding="utf-8")
+
+        writer = write_zlab if kind == "zlab" else write_speculators
+        try:
+            writer(folder, self.spec, network, self.facts, dtype, extras=with_card)
+        except OSError as error:
+            raise ExportError(
+                f"{folder}: drafter folder not written ({error.strerror or error}); the checkpoint of step {step} is "
+                "whole; make room and run the same command to go on"
+            ) from error
+
+
+def checkpoint_writer(run: Run) -> CheckpointWriter:
+    """The writer of a run's checkpoints; pickles, for the process that writes them."""
+    config = run.settings.checkpoint
+    export = None
+    if config.export != "none":
+        export = CheckpointExporter(
+            run.settings, run.run_dir, run.spec, run.facts, run.source.fingerprint, total_steps=len(run.orders)
+        )
+    return CheckpointWriter(run.run_dir, config, best=best_of(config.keep_best), export=export)
+
+
+def await_written(run_dir: Path, known: set[str], is_alive: Callable[[], bool], limit_s: float = PATIENCE_S) -> None:
+    """After an error elsewhere: let the checkpoint that is being written take its name.
+
+    Args:
+        run_dir: the run.
+        known: what lay there half-written before the run was started, and will stay so.
+        is_alive: whether the process that writes still runs.
+        limit_s: no longer than this.
+    """
+    deadline = time.monotonic() + limit_s
+    while checkpoints.being_written(run_dir) - known and is_alive() and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
+def best_of(metric: str | None) -> Best | None:
+    """How the best checkpoint by a metric is found.
+
+    Raises:
+        ConfigError: no such metric, or neither less nor more of it is better.
+    """
+    if metric is None:
+        return None
+    try:
+        find(metric)
+        better = find(metric.removeprefix(VALIDATION)).better
+    except MetricError:
+        raise ConfigError(
+            f"checkpoint.keep_best = {metric!r}: no metric of the catalogue (docs/metrics.md); for example "
+            "validation/loss or tau"
+        ) from None
+    if metric.startswith(DECODE) and metric not in DECODED:
+        raise ConfigError(f"checkpoint.keep_best = {metric!r}: of decoding, {' or '.join(DECODED)} can be used")
+    if better == "":
+        raise ConfigError(
+            f"checkpoint.keep_best = {metric!r}: neither less nor more of it is better; for example validation/loss"
+        )
+    return Best(metric, better)
+
+
+def check_saving(settings: Settings, spec: DrafterSpec, facts: TargetFacts, validates: bool) -> None:
+    """Refuse what could never be kept or exported.
+
+    Args:
+        settings, spec, facts: of the run.
+        validates: whether there are held-out samples to measure on.
+
+    Raises:
+        PacelineError: one line.
+    """
+    from paceline.export.compatibility import check_mask
+    from paceline.export.speculators import speculators_config
+    from paceline.export.zlab import zlab_config
+
+    config = settings.checkpoint
+    best_of(config.keep_best)
+    if config.keep_best is not None and config.keep_best.startswith(VALIDATION) and not validates:
+        raise ConfigError(
+            f"checkpoint.keep_best = {config.keep_best!r}: is never measured without held-out samples; give "
+            "data.heldout or data.heldout_share, and evaluate.validation_samples above 0"
+        )
+    if config.keep_best in DECODED and settings.evaluate.device is None:
+        raise ConfigError(
+            f"checkpoint.keep_best = {config.keep_best!r}: is measured by the evaluator alone; set "
+            "evaluate.device, or use validation/loss"
+        )
+    if config.export == "none":
+        return
+    try:
+        check_mask("drafter", spec)
+        if config.export == "zlab":
+            zlab_config(spec, "bfloat16")
+        else:
+            speculators_config(spec, facts, "bfloat16")
+    except ExportError as error:
+        raise ConfigError(*(f"checkpoint.export = {config.export}: {line}" for line in error.errors)) from error

@@ -1,0 +1,265 @@
+"""What must be known of a target before its weights are loaded. No torch is imported here by paceline itself."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from paceline.config.target import TargetConfig
+from paceline.errors import TargetError
+from paceline.target_model.adapter import identify_adapter
+from paceline.target_model.files import fingerprint, identify, resolve_folder
+from paceline.target_model.gguf import gguf_config, identify_gguf
+from paceline.types import TargetFacts
+
+LAYER_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+GENERATORS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+"""How classes end that predict next tokens."""
+HIDDEN_KEYS = ("hidden_size", "n_embd", "d_model", "dim")
+
+
+def describe_target(settings: TargetConfig) -> TargetFacts:
+    """Facts of the target of some settings, its adapter and the quantization asked for included in its identity."""
+    return describe(
+        settings.path, settings.trust_remote_code, adapter=settings.adapter, quantization=settings.quantization
+    )
+
+
+def describe(
+    path: str, trust_remote_code: bool = False, *, adapter: str | None = None, quantization: str = "stored"
+) -> TargetFacts:
+    """Facts of a target, read from its folder.
+
+    Args:
+        path: folder, ``.gguf`` file or hub name.
+        trust_remote_code: whether configuration code that comes with the target may run.
+        adapter: folder of an adapter that will be merged.
+        quantization: see `TargetConfig`.
+
+    Raises:
+        TargetError: one line: no such folder, no or broken config.json, not a causal language model, sizes missing.
+    """
+    folder = resolve_folder(path)
+    config = read_config(path, trust_remote_code)
+    text = config.get_text_config(decoder=True)
+    raw = {} if path.endswith(".gguf") else _raw_config(folder)
+    num_layers, hidden = _first(text, LAYER_KEYS), _first(text, HIDDEN_KEYS)
+    vocab = _first(text, ("vocab_size",))
+    missing = [
+        name for name, value in (("layers", num_layers), ("hidden size", hidden), ("vocabulary", vocab)) if not value
+    ]
+    if missing:
+        raise TargetError(
+            f"target.path = {path}: its configuration ({text.model_type}) does not say its {', '.join(missing)}; "
+            "such an architecture cannot be a target"
+        )
+    heads = _first(text, ("num_attention_heads", "n_head", "n_heads"))
+    identity = _identity(path, folder, raw, adapter, quantization)
+    return TargetFacts(
+        path=path,
+        architecture=(config.architectures or causal_classes(config.model_type) or [type(config).__name__])[0],
+        model_type=text.model_type,
+        num_layers=num_layers,
+        hidden_size=hidden,
+        vocab_size=vocab,
+        intermediate_size=_first(text, ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")),
+        num_attention_heads=heads,
+        num_key_value_heads=_first(text, ("num_key_value_heads", "multi_query_group_num")) or heads,
+        head_dim=_first(text, ("head_dim",)) or (hidden // heads if heads else None),
+        rms_norm_eps=_real(text, ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps")),
+        rope_theta=_rope_theta(text),
+        max_position_embeddings=_first(text, ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx")),
+        initializer_range=_real(text, ("initializer_range",)),
+        tied_head=_tied(config, text),
+        bos_token_id=_token(config, text, "bos_token_id"),
+        eos_token_ids=_stop_tokens(folder, config, text),
+        pad_token_id=_token(config, text, "pad_token_id"),
+        fingerprint=fingerprint(identity),
+        identity=identity,
+    )
+
+
+def identify_target(settings: TargetConfig) -> dict[str, str]:
+    """What makes a target the one it is, part by part (`folder.identify`, and its adapter); weights are not fetched.
+
+    Raises:
+        TargetError: no such folder, or a broken config.json; one line.
+    """
+    folder = resolve_folder(settings.path, weights=False)
+    raw = {} if settings.path.endswith(".gguf") else _raw_config(folder)
+    return _identity(settings.path, folder, raw, settings.adapter, settings.quantization)
+
+
+def _identity(path: str, folder: Path, raw: dict[str, Any], adapter: str | None, quantization: str) -> dict[str, str]:
+    if path.endswith(".gguf"):
+        parts = identify_gguf(folder / Path(path).name)
+    else:
+        parts = identify(folder, raw)
+    if quantization != "stored":
+        parts["quantization"] = quantization
+    if adapter is not None:
+        parts["adapter"] = identify_adapter(adapter)
+    return parts
+
+
+def read_config(path: str, trust_remote_code: bool = False) -> Any:
+    """The target's transformers configuration, refused in one line when it is no causal language model's."""
+    folder = resolve_folder(path)
+    options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "local_files_only": True}
+    if path.endswith(".gguf"):
+        config = gguf_config(folder / Path(path).name)
+        _check_causal(path, config, {})
+        return config
+    if not (folder / "config.json").is_file():
+        files = sorted(file.name for file in folder.glob("*.gguf"))
+        hint = f"or its {files[0]}" if files else "or a .gguf file"
+        raise TargetError(
+            f"target.path = {path}: holds no config.json; give the folder of a Hugging Face causal LM, {hint}"
+        )
+    raw = _raw_config(folder)
+    if raw.get("auto_map") and not trust_remote_code and not _known_type(raw.get("model_type")):
+        raise TargetError(
+            f"target.path = {path}: model_type {raw.get('model_type')!r} comes with code of its own; read that code, "
+            "then set target.trust_remote_code to true"
+        )
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(str(folder), **options)
+    except Exception as error:  # code that comes with the target may raise anything
+        raise TargetError(f"target.path = {path}: config.json cannot be used ({first_line(error)})") from error
+    _check_causal(path, config, raw)
+    return config
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an exception's text, with the next where it ends with a colon; or its class name."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines[: 2 if lines[0].endswith(":") else 1]) if lines else type(error).__name__
+
+
+def causal_classes(model_type: str) -> list[str]:
+    """Names of the transformers classes that are causal language models (or wrap one) for a model type."""
+    from transformers.models.auto import modeling_auto as auto
+
+    tables = (
+        auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+        auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+    )
+    return [table[model_type] for table in tables if model_type in table]
+
+
+def _known_type(model_type: str | None) -> bool:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    return model_type in CONFIG_MAPPING_NAMES
+
+
+def _check_causal(path: str, config: Any, raw: dict[str, Any]) -> None:
+    if "AutoModelForCausalLM" in raw.get("auto_map", {}):
+        return
+    known = causal_classes(config.model_type)
+    named = (config.architectures or known)[:1]
+    reason = None
+    if getattr(config, "is_encoder_decoder", False):
+        reason = "is an encoder-decoder"
+    elif not known:
+        reason = "is not a causal language model in the installed transformers"
+    elif hasattr(config.get_text_config(decoder=True), "is_decoder") and "is_decoder" in raw and not raw["is_decoder"]:
+        reason = "is an encoder (is_decoder false)"
+    elif (
+        named
+        and named[0] not in known
+        and not named[0].endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration"))
+    ):
+        reason = f"was saved as {named[0]}, which predicts no next token"
+    if reason:
+        raise TargetError(f"target.path = {path}: model_type {config.model_type!r} {reason}; give a causal LM")
+
+
+def _raw_config(folder: Path) -> dict[str, Any]:
+    file = folder / "config.json"
+    if not file.is_file():
+        return {}
+    try:
+        raw = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise TargetError(f"{file}: not readable as JSON ({first_line(error)}); fetch the file again") from error
+    if not isinstance(raw, dict):
+        raise TargetError(f"{file}: holds a {type(raw).__name__} instead of an object; fetch the file again")
+    return raw
+
+
+def _first(config: Any, names: tuple[str, ...]) -> Any:
+    """The first whole number among attributes; lists (one entry a layer) give their largest."""
+    for name in names:
+        value = _attribute(config, name)
+        if isinstance(value, (list, tuple)) and value and all(isinstance(entry, int) for entry in value):
+            value = max(value)
+        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            return value
+    return None
+
+
+def _attribute(config: Any, name: str) -> Any:
+    """An attribute of a configuration; None where it is missing or differs from layer to layer."""
+    try:
+        return getattr(config, name, None)
+    except (AttributeError, ValueError, RuntimeError):
+        return None
+
+
+def _real(config: Any, names: tuple[str, ...]) -> float | None:
+    for name in names:
+        value = _attribute(config, name)
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            return float(value)
+    return None
+
+
+def _rope_theta(text: Any) -> float | None:
+    parameters = getattr(text, "rope_parameters", None)
+    if isinstance(parameters, dict):
+        if "rope_theta" in parameters:
+            return float(parameters["rope_theta"])
+        for kind in ("full_attention", *parameters):  # one entry a layer kind
+            entry = parameters.get(kind)
+            if isinstance(entry, dict) and "rope_theta" in entry:
+                return float(entry["rope_theta"])
+    return _real(text, ("rope_theta", "rotary_emb_base"))
+
+
+def _tied(config: Any, text: Any) -> bool:
+    """Whether the head shares the embedding's weights; a wrapper's own word counts before its text part's."""
+    own = getattr(config, "tie_word_embeddings", None)
+    return bool(getattr(text, "tie_word_embeddings", False) if own is None else own)
+
+
+def _token(config: Any, text: Any, name: str) -> int | None:
+    for place in (text, config):
+        value = getattr(place, name, None)
+        value = value[0] if isinstance(value, (list, tuple)) and value else value
+        if isinstance(value, int) and value >= 0:
+            return value
+    return None
+
+
+def _stop_tokens(folder: Path, config: Any, text: Any) -> tuple[int, ...]:
+    """End tokens: those that generation stops at where the folder says so, else the configuration's."""
+    file = folder / "generation_config.json"
+    candidates: list[Any] = []
+    if file.is_file():
+        try:
+            candidates.append(json.loads(file.read_text(encoding="utf-8")).get("eos_token_id"))
+        except (ValueError, AttributeError) as error:
+            raise TargetError(f"{file}: not readable as JSON ({first_line(error)}); fetch the file again") from error
+    candidates += [getattr(text, "eos_token_id", None), getattr(config, "eos_token_id", None)]
+    for value in candidates:
+        if value is not None:
+            listed = tuple(value) if isinstance(value, (list, tuple)) else (value,)
+            if not all(isinstance(token, int) for token in listed):
+                raise TargetError(f"{folder}: eos_token_id {value!r} is no token id; mend generation_config.json")
+            return listed
+    return ()

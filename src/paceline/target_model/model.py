@@ -1,0 +1,200 @@
+"""The loaded target: tapped forward over padded rows, stopped after the last tap; embedding and head for the drafter.
+
+Shape letters: B documents, W padded width, S real tokens of the batch, H hidden size, N taps, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from paceline.errors import TargetError
+from paceline.target_model.introspect import (
+    ForwardStopped,
+    Structure,
+    forward_names,
+    hooked,
+    main_output,
+    row_arguments,
+)
+from paceline.target_model.shared_weights import drafter_embedding, drafter_head
+from paceline.types import FeatureBatch, HostBatch, TargetFacts
+
+
+class TargetModel:
+    """A frozen causal language model with taps.
+
+    Attributes:
+        model: the transformers model, evaluation mode, no gradients.
+        structure: its layers, embedding and head.
+        facts: what its folder says.
+        taps: tapped layer ids, in feature order.
+        packed: whether the documents of a batch share one row, positions restarting, instead of a padded row each.
+        device, dtype: where ids go in and of what type features come out.
+    """
+
+    def __init__(
+        self, model: Any, structure: Structure, facts: TargetFacts, taps: Sequence[int], *, packed: bool = False
+    ) -> None:
+        self.model = model
+        self.structure = structure
+        self.facts = facts
+        self.taps = list(taps)
+        self.packed = packed
+        weight = structure.embedding.weight
+        self.device: torch.device = weight.device
+        self.dtype: torch.dtype = model.dtype
+        self._embedding: Tensor | None = None
+
+    @property
+    def width(self) -> int:
+        """Features of one token: N · H."""
+        return len(self.taps) * self.facts.hidden_size
+
+    @property
+    def embedding(self) -> Tensor:
+        """What layer 0 sees for every token, [V, H], scale included; TargetError where more than the token counts."""
+        if self._embedding is None:
+            self._embedding = drafter_embedding(self.structure, self.facts.path)
+        return self._embedding
+
+    @property
+    def head(self) -> Tensor:
+        """Weight of the language model head, [V, H]; TargetError where it has a bias or is no linear map."""
+        return drafter_head(self.structure, self.facts.path).to(self.device)
+
+    @torch.no_grad()
+    def features(self, host: HostBatch, out: Tensor | None = None, *, with_last: bool = False) -> FeatureBatch:
+        """Tap outputs of the real tokens of a batch.
+
+        Args:
+            host: the batch, right-padded.
+            out: contiguous buffer of at least S · N · H numbers of the target's type to write into, on any device;
+                the result is then a view of it.
+            with_last: also hand over the output of the last layer (teacher distributions need it).
+
+        Returns:
+            Features [S, N·H]; documents follow one another in row order.
+
+        Raises:
+            TargetError: ids outside the vocabulary, a buffer that is too small or of another type.
+        """
+        ids = np.asarray(host.ids)
+        if ids.size and (ids.min() < 0 or ids.max() >= self.facts.vocab_size):
+            raise TargetError(
+                f"batch {host.planned.index}: token id {int(ids.max())} is outside the target's vocabulary of "
+                f"{self.facts.vocab_size}; was the store made with another tokenizer?"
+            )
+        features, last = self.tap_rows(
+            torch.as_tensor(ids, device=self.device), host.lengths, out=out, with_last=with_last
+        )
+        return FeatureBatch(host=host, features=features, last_hidden=last)
+
+    @torch.no_grad()
+    def tap_rows(
+        self, ids: Tensor, lengths: np.ndarray | Sequence[int], *, out: Tensor | None = None, with_last: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """Tap outputs of right-padded rows.
+
+        Args:
+            ids: int64 [B, W].
+            lengths: real tokens of each row.
+            out: see `features`.
+            with_last: see `features`.
+
+        Returns:
+            Features [S, N·H] and, when asked for, the last layer's output [S, H].
+        """
+        keep = torch.as_tensor(real_positions(lengths, ids.shape[1]), device=self.device)
+        if self.packed:
+            arguments = packed_arguments(self.model, ids, lengths, keep)
+            ids, keep = arguments["input_ids"], torch.arange(len(keep), device=self.device)
+        else:
+            arguments = self._row_arguments(ids, lengths)
+        features = self._buffer(out, keep.numel())
+        hidden = self.facts.hidden_size
+        last: list[Tensor] = []
+
+        def tap(place: int, final: bool) -> Any:
+            """A hook that keeps the real tokens' states in the columns of one tap, and ends the forward if final."""
+
+            def hook(module: nn.Module, args: Any, output: Any) -> None:
+                states = self._states(output, ids, place)
+                kept = states.reshape(-1, hidden).index_select(0, keep.to(states.device))
+                features[:, place * hidden : (place + 1) * hidden] = kept
+                if final:
+                    raise ForwardStopped
+
+            return hook
+
+        def take_last(module: nn.Module, args: Any, output: Any) -> None:
+            states = self._states(output, ids, -1)
+            last.append(states.reshape(-1, hidden).index_select(0, keep.to(states.device)).to(self.device))
+            raise ForwardStopped
+
+        final = -1 if with_last else max(self.taps)
+        layers = self.structure.layers
+        handles = [layers[at].register_forward_hook(tap(place, at == final)) for place, at in enumerate(self.taps)]
+        if with_last:
+            handles.append(layers[-1].register_forward_hook(take_last))
+        with hooked(handles), suppress(ForwardStopped):
+            self.model(**arguments)
+        return features, last[0] if last else None
+
+    def _row_arguments(self, ids: Tensor, lengths: np.ndarray | Sequence[int]) -> dict[str, Any]:
+        arguments = row_arguments(self.model, ids, explicit_positions=self.structure.explicit_positions)
+        real = torch.as_tensor(np.asarray(lengths), device=ids.device)
+        if "attention_mask" in forward_names(self.model) and int(np.min(lengths)) < ids.shape[1]:
+            arguments["attention_mask"] = (torch.arange(ids.shape[1], device=ids.device)[None] < real[:, None]).long()
+        return arguments
+
+    def _states(self, output: Any, ids: Tensor, place: int) -> Tensor:
+        states = main_output(output)
+        if states is None or states.shape != (*ids.shape, self.facts.hidden_size):
+            name = "the last layer" if place < 0 else f"tapped layer {self.taps[place]}"
+            shown = None if states is None else list(states.shape)
+            raise TargetError(
+                f"{self.facts.path}: {name} put out {shown} instead of {[*ids.shape, self.facts.hidden_size]}; "
+                "its states are no hidden states of the tokens, so it cannot be tapped"
+            )
+        return states
+
+    def _buffer(self, out: Tensor | None, num_tokens: int) -> Tensor:
+        if out is None:
+            return torch.empty(num_tokens, self.width, dtype=self.dtype, device=self.device)
+        needed = num_tokens * self.width
+        if out.dtype != self.dtype or out.numel() < needed or not out.is_contiguous():
+            raise TargetError(
+                f"feature buffer {list(out.shape)} of {out.dtype}: {num_tokens} x {self.width} contiguous numbers of "
+                f"{self.dtype} are needed; size buffers by the plan's largest batch and the target's dtype"
+            )
+        return out.view(-1)[:needed].view(num_tokens, self.width)
+
+
+def packed_arguments(model: Any, ids: Tensor, lengths: np.ndarray | Sequence[int], keep: Tensor) -> dict[str, Any]:
+    """Arguments of a forward over all real tokens in one row [1, S], positions starting at 0 in every document.
+
+    No mask is given: transformers tells documents apart by the positions, which is proved at the start
+    (`packed.prove_packed`).
+
+    Args:
+        model: the target.
+        ids: right-padded rows, int64 [B, W].
+        lengths: real tokens of each row.
+        keep: places of the real tokens in the flattened rows, int64 [S].
+    """
+    arguments = row_arguments(model, ids.reshape(1, -1).index_select(1, keep))
+    parts = [torch.arange(int(length), device=ids.device) for length in lengths]
+    arguments["position_ids"] = torch.cat(parts)[None]
+    return arguments
+
+
+def real_positions(lengths: np.ndarray | Sequence[int], width: int) -> np.ndarray:
+    """Places of the real tokens in a flattened [B · W] batch, row after row, int64 [S]."""
+    lengths = np.asarray(lengths, dtype=np.int64)
+    return np.concatenate([row * width + np.arange(length) for row, length in enumerate(lengths)])

@@ -1,0 +1,84 @@
+"""Numbers, times, sizes and errors as people read them; every package writes them the same way."""
+
+from __future__ import annotations
+
+import math
+
+_PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+
+
+def short(value: float | None) -> str:
+    """``12345.6`` → ``12.3k``; three significant digits; ``–`` for what is not a number."""
+    if value is None or math.isnan(value):
+        return "–"
+    if math.isinf(value):
+        return "∞" if value > 0 else "−∞"
+    for factor, letter in _PREFIXES:
+        if abs(value) >= factor * 0.9995:
+            return f"{_three(value / factor)}{letter}"
+    return _three(value)
+
+
+def percent(share: float | None) -> str:
+    """``0.0714`` → ``7.1 %``."""
+    if share is None or not math.isfinite(share):
+        return "–"
+    return f"{share * 100:.0f} %" if abs(share) >= 0.0995 or share == 0 else f"{share * 100:.1f} %"
+
+
+def signed(value: float, digits: int) -> str:
+    """``-0.5`` → ``−0.50``, ``0.5`` → ``+0.50``."""
+    return f"{value:+.{digits}f}".replace("-", "−")
+
+
+def duration(seconds: float | None) -> str:
+    """``3725`` → ``1:02:05``; tenths below ten seconds."""
+    if seconds is None or not math.isfinite(seconds):
+        return "–"
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    hours, rest = divmod(whole, 3600)
+    minutes, left = divmod(rest, 60)
+    if hours >= 48:
+        return f"{hours // 24} d {hours % 24} h"
+    return f"{hours}:{minutes:02d}:{left:02d}" if hours else f"{minutes}:{left:02d}"
+
+
+def readable(text: str) -> str:
+    """The text with a question mark for each byte of a file's name that is no text; UTF-8 cannot hold those."""
+    return text.encode("utf-8", "replace").decode()
+
+
+def size(num_bytes: float) -> str:
+    """Bytes with a binary prefix: ``1536`` → ``1.5 KiB``."""
+    value, names = float(num_bytes), ("B", "KiB", "MiB", "GiB", "TiB")
+    for name in names[:-1]:
+        if abs(value) < 1023.5:
+            return f"{value:.0f} {name}" if name == "B" or abs(value) >= 99.5 else f"{value:.1f} {name}"
+        value /= 1024
+    return f"{value:.1f} {names[-1]}"
+
+
+def first_line(error: BaseException) -> str:
+    """An exception in one line: what the system said where it knows, else the first line of its text, else its class.
+
+    The next line is added where the first ends with a colon.
+    """
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines[: 2 if lines[0].endswith(":") else 1]) if lines else type(error).__name__
+
+
+def _three(value: float) -> str:
+    size = abs(value)
+    if size >= 99.95 or (size >= 1 and value == int(value)):
+        return f"{value:.0f}"
+    if size >= 9.995:
+        return f"{value:.1f}"
+    if size >= 0.9995:
+        return f"{value:.2f}"
+    if size >= 0.0009995:
+        return f"{value:.4f}".rstrip("0").rstrip(".")
+    return "0" if value == 0 else f"{value:.1e}"

@@ -1,0 +1,122 @@
+"""Stages with settable behaviour, for tests of the hub: real processes and pipes, no models."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline.pipeline.feature_pool import FeaturePool
+from paceline.pipeline.messages import (
+    BufferReleased,
+    CheckpointTaken,
+    DrafterTask,
+    FeaturesReady,
+    MemoryProbe,
+    Probed,
+    SaveCheckpoint,
+    StepTaken,
+    TakeStep,
+    TargetTask,
+)
+from paceline.types import Ratio, StepReport
+
+
+class SimulatedTarget:
+    """Writes the sum of a batch's tokens into the buffer after a random delay; misbehaves on one batch when told."""
+
+    def __init__(self, pool: FeaturePool, seed: int, most_delay_s: float, error: str = "", error_at: int = -1) -> None:
+        self.pool, self.random, self.most_delay_s = pool, random.Random(seed), most_delay_s
+        self.error, self.error_at = error, error_at
+
+    def handle(self, message: TargetTask | MemoryProbe) -> Iterator[FeaturesReady | Probed]:
+        if isinstance(message, MemoryProbe):
+            if self.error == "memory":
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+            yield Probed(0.25, 0)
+            return
+        index = message.host.planned.index
+        if index == self.error_at:
+            misbehave(self.error)
+        time.sleep(self.random.random() * self.most_delay_s)
+        self.pool.view(message.buffer, 1).fill_(float(message.host.ids.sum()))
+        yield FeaturesReady(message.buffer)
+
+
+class SimulatedDrafter:
+    """Notes what it was given, in order; checks that each buffer holds its own batch's features."""
+
+    def __init__(self, pool: FeaturePool, seed: int, most_delay_s: float, error: str = "", error_at: int = -1) -> None:
+        self.pool, self.random, self.most_delay_s = pool, random.Random(seed), most_delay_s
+        self.error, self.error_at = error, error_at
+        self.trained: list[int] = []
+
+    def handle(self, message: Any) -> Iterator[Any]:
+        if isinstance(message, DrafterTask):
+            index = message.host.planned.index
+            if index == self.error_at:
+                misbehave(self.error)
+            time.sleep(self.random.random() * self.most_delay_s)
+            found = float(self.pool.view(message.buffer, 1)[0, 0])
+            if found != float(message.host.ids.sum()):
+                raise ValueError(f"buffer {message.buffer} holds {found}, not batch {index}")
+            self.trained.append(index)
+            yield BufferReleased(message.buffer)
+        elif isinstance(message, TakeStep):
+            trained, self.trained = self.trained, []
+            yield StepTaken(report(message.order, trained))
+        elif isinstance(message, SaveCheckpoint):
+            if self.trained:
+                raise ValueError(f"checkpoint of step {message.step} inside a window")
+            yield CheckpointTaken(message.step)
+
+
+def misbehave(error: str) -> None:
+    """Raise, hang or die."""
+    if error == "raise":
+        raise ValueError("a made-up error\nwith a second line")
+    if error == "hang":
+        time.sleep(3600)
+    if error == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def cannot_start(*_: Any) -> None:
+    """A factory that fails."""
+    raise OSError("no such device")
+
+
+def note_pid(path: str) -> SimulatedTarget:
+    """A factory that tells its process number."""
+    pool = FeaturePool(1, 1, 1, __import__("torch").float32)
+    Path(path).write_text(str(os.getpid()))
+    return SimulatedTarget(pool, 0, 0.0)
+
+
+def report(order: Any, trained: list[int]) -> StepReport:
+    """A step report with nothing but its batches."""
+    return StepReport(
+        step=order.step,
+        epoch=order.epoch,
+        window=order.window,
+        loss=Ratio(1.0, 1.0),
+        ratios={},
+        buckets={},
+        batches=trained,
+        gradient_norm=0.0,
+        clipped=False,
+        skipped=False,
+        learning_rate=0.0,
+        samples=0,
+        anchors=0,
+        real_tokens=0,
+        padded_tokens=0,
+        draft_positions=0,
+        seconds=0.0,
+    )

@@ -1,0 +1,375 @@
+"""The hub with real processes: windows never depend on timing, and no failure hangs."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import simulated_stages as stages
+
+from paceline.errors import Interrupted, StageError
+from paceline.pipeline.coordinator import Coordinator
+from paceline.pipeline.feature_pool import FeaturePool
+from paceline.pipeline.messages import Saves
+from paceline.pipeline.prefetch import Prefetcher
+from paceline.pipeline.process import WorkerProcess
+from paceline.types import HostBatch, PlannedBatch, PlannedStep, StepReport
+
+
+def host(index: int, window: int, replica: int = 0) -> HostBatch:
+    rows = np.array([10 * index, 10 * index + 1])
+    planned = PlannedBatch(index, 0, window, replica, 0, 0, rows, 4, 8, 8, 0)
+    ids = np.full((2, 4), index + 1)
+    empty = np.zeros(0, dtype=np.int64)
+    return HostBatch(planned, ids, ids > 0, np.array([4, 4]), empty, np.array([0, 0]))
+
+
+def orders_of(windows: int, accumulate: int, every: int = 1000) -> list[PlannedStep]:
+    return [
+        PlannedStep(w + 1, 0, w, range(w * accumulate, (w + 1) * accumulate), save=(w + 1) % every == 0)
+        for w in range(windows)
+    ]
+
+
+@contextmanager
+def joined(
+    *,
+    windows: int = 6,
+    accumulate: int = 4,
+    targets: int = 2,
+    drafters: int = 1,
+    buffers: int = 3,
+    delivery: str = "ordered",
+    delay_s: float = 0.004,
+    stall_limit_s: float = 60.0,
+    target_error: tuple[str, int] = ("", -1),
+    drafter_error: tuple[str, int] = ("", -1),
+    feed: Iterator[HostBatch] | None = None,
+    stop: Callable[[], bool] = lambda: False,
+    witness: Notes | None = None,
+    every: int = 1000,
+    saves: Saves | None = None,
+    probe: HostBatch | None = None,
+) -> Iterator[tuple[Coordinator, list[WorkerProcess]]]:
+    orders = orders_of(windows, accumulate, every)
+    items = feed or (host(i, i // accumulate, i % drafters) for i in range(windows * accumulate))
+    pool = FeaturePool(buffers, 1, 1, torch.float32)
+    workers = [
+        WorkerProcess(f"target {n}", stages.SimulatedTarget, (pool, n, delay_s, *target_error)) for n in range(targets)
+    ]
+    ranks = [
+        WorkerProcess(f"drafter {n}", stages.SimulatedDrafter, (pool, 100 + n, delay_s / 2, *drafter_error))
+        for n in range(drafters)
+    ]
+    prefetcher = Prefetcher(items, 4)
+    try:
+        yield (
+            Coordinator(
+                workers,
+                ranks,
+                num_buffers=buffers,
+                feed=prefetcher,
+                orders=orders,
+                delivery=delivery,
+                stall_limit_s=stall_limit_s,
+                stop_requested=stop,
+                saves=saves,
+                witness=witness,
+                probe=probe,
+                buffer_bytes=10,
+                token_bytes=2,
+            ),
+            [*workers, *ranks],
+        )
+    finally:
+        prefetcher.close()
+        for worker in (*workers, *ranks):
+            worker.stop(1.0)
+
+
+def run(hub: Coordinator) -> list[StepReport]:
+    return list(hub.run())
+
+
+@pytest.mark.parametrize("targets", [1, 3])
+def test_ordered_delivery_trains_in_plan_order(targets: int) -> None:
+    with joined(targets=targets) as (hub, _):
+        reports = run(hub)
+    assert [report.step for report in reports] == [1, 2, 3, 4, 5, 6]
+    assert [list(report.batches) for report in reports] == [list(range(4 * w, 4 * w + 4)) for w in range(6)]
+
+
+def test_ready_delivery_keeps_windows_whatever_the_timing() -> None:
+    with joined(delivery="ready", targets=3, delay_s=0.02, buffers=5, windows=8) as (hub, _):
+        reports = run(hub)
+    assert [sorted(report.batches) for report in reports] == [list(range(4 * w, 4 * w + 4)) for w in range(8)]
+    assert any(list(report.batches) != sorted(report.batches) for report in reports), "the delays changed no order"
+
+
+@pytest.mark.parametrize("delivery", ["ordered", "ready"])
+@pytest.mark.parametrize(("targets", "drafters", "buffers"), [(3, 2, 4), (2, 3, 9)])
+def test_windows_and_ranks_of_batches_never_depend_on_timing(
+    delivery: str, targets: int, drafters: int, buffers: int
+) -> None:
+    """Delays of up to 40 ms a batch and stage, drawn anew for every worker, against windows of 6 micro-batches."""
+    with joined(
+        delivery=delivery, targets=targets, drafters=drafters, buffers=buffers, accumulate=6, windows=7, delay_s=0.04
+    ) as (hub, _):
+        reports = run(hub)
+    # Only the first rank's report goes on; it names what that rank trained.
+    expected = [[index for index in range(6 * w, 6 * w + 6) if (index - 6 * w) % drafters == 0] for w in range(7)]
+    assert [sorted(report.batches) for report in reports] == expected
+    if delivery == "ordered":
+        assert [list(report.batches) for report in reports] == expected
+
+
+def test_replicas_get_their_own_batches_and_all_take_each_step() -> None:
+    with joined(drafters=2, buffers=4, windows=3) as (hub, _):
+        reports = run(hub)
+    assert [list(report.batches) for report in reports] == [[0, 2], [4, 6], [8, 10]]
+
+
+class SlowToSay:
+    """Saves after the even steps; notes which reports had been taken in by then."""
+
+    def __init__(self) -> None:
+        self.taken_in: list[int] = []
+        self.announced: list[tuple[int, list[int]]] = []
+
+    def due(self, order: PlannedStep) -> bool:
+        return order.step % 2 == 0
+
+    def announce(self, step: int) -> dict[str, int]:
+        self.announced.append((step, list(self.taken_in)))
+        return {"step": step}
+
+
+@pytest.mark.parametrize("delivery", ["ordered", "ready"])
+def test_the_state_is_taken_after_its_report_and_before_the_next_window(delivery: str) -> None:
+    """The simulated drafter refuses to save inside a window."""
+    saves = SlowToSay()
+    with joined(windows=5, targets=3, buffers=5, delivery=delivery, saves=saves) as (hub, _):
+        for report in hub.run():
+            saves.taken_in.append(report.step)
+    assert saves.announced == [(2, [1, 2]), (4, [1, 2, 3, 4])]
+    assert saves.taken_in == [1, 2, 3, 4, 5]
+
+
+def test_a_stop_saves_the_last_step_that_was_taken() -> None:
+    saves = SlowToSay()
+    with joined(windows=50, saves=saves, stop=lambda: len(saves.taken_in) >= 3) as (hub, _):
+        for report in hub.run():
+            saves.taken_in.append(report.step)
+    assert 3 <= saves.taken_in[-1] < 50
+    assert saves.announced[-1] == (saves.taken_in[-1], saves.taken_in)
+
+
+def test_waits_are_reported_for_all_stages() -> None:
+    with joined() as (hub, _):
+        reports = run(hub)
+    workers = {f"{s}/{w}" for s in ("target", "drafter") for w in ("busy", "starved", "blocked")}
+    assert set(reports[-1].waits_s) == workers | {"feed/busy", "feed/blocked"}
+    assert reports[-1].waits_s["target/busy"] > 0
+
+
+class Notes:
+    """A witness that keeps everything."""
+
+    def __init__(self) -> None:
+        self.spans: list[tuple[str, str, float, float]] = []
+        self.depths: list[dict[str, float]] = []
+        self.told: list[str] = []
+        self.gauges: dict[str, list[float]] = {}
+
+    def span(self, process: str, row: str, name: str, start_s: float, end_s: float, **details: object) -> None:
+        self.spans.append((process, name, start_s, end_s))
+
+    def counter(self, process: str, name: str, at_s: float, **values: float) -> None:
+        self.depths.append(values)
+
+    def note(self, text: str) -> None:
+        self.told.append(text)
+
+    def gauge(self, name: str, value: float) -> None:
+        self.gauges.setdefault(name, []).append(value)
+
+
+def test_a_witness_sees_every_piece_of_work_when_it_was_done() -> None:
+    notes = Notes()
+    began = time.time()
+    with joined(windows=3, witness=notes, every=2) as (hub, _):
+        run(hub)
+    batches = sorted(f"batch {index}" for index in range(12))
+    for stage in ("feed", "target", "drafter"):
+        names = [name for process, name, *_ in notes.spans if process.startswith(stage) and name.startswith("batch")]
+        assert sorted(names) == batches, stage
+    others = [name for process, name, *_ in notes.spans if not name.startswith("batch")]
+    assert others == ["optimizer step 1", "optimizer step 2", "checkpoint of step 2", "optimizer step 3"]
+    assert all(began <= start <= end <= time.time() for *_, start, end in notes.spans)
+    for process in {process for process, *_ in notes.spans if process != "checkpoint"}:
+        mine = sorted((start, end) for name, _, start, end in notes.spans if name == process)
+        # A worker does one thing at a time; the clocks of spans and durations differ by microseconds.
+        assert all(end <= start + 1e-3 for (_, end), (start, _) in itertools.pairwise(mine)), process
+    made, drafted = ({n: t for p, n, *t in notes.spans if p.startswith(stage)} for stage in ("target", "drafter"))
+    assert all(made[name][1] <= drafted[name][1] for name in batches)
+
+
+def test_a_witness_sees_queues_and_memory() -> None:
+    notes = Notes()
+    with joined(windows=4, buffers=3, witness=notes) as (hub, _):
+        run(hub)
+    gauges = notes.gauges
+    assert len(gauges["queue/free_buffers_items"]) == 4 and max(gauges["queue/free_buffers_items"]) <= 3
+    assert [10 * items for items in gauges["queue/free_buffers_items"]] == gauges["queue/free_buffers_bytes"]
+    # Every waiting batch of these has 8 real tokens, of 2 bytes a token here.
+    assert [16 * items for items in gauges["queue/features_items"]] == gauges["queue/features_bytes"]
+    assert gauges["queue/host_batches_items"][-1] == 0
+    assert max(depth["free_buffers"] + depth["features"] for depth in notes.depths) <= 3
+    for name in ("target_0", "target_1", "drafter_0"):
+        assert 1e6 < gauges[f"memory_peak/{name}_bytes"][0] < 1e12
+
+
+@pytest.mark.parametrize("stage", ["target", "drafter"])
+def test_an_exception_names_stage_batch_samples_and_keeps_the_trace(stage: str) -> None:
+    with joined(**{f"{stage}_error": ("raise", 5)}) as (hub, _), pytest.raises(StageError) as caught:
+        run(hub)
+    text = str(caught.value)
+    assert stage in text and "batch 5 of epoch 0 (samples 50, 51)" in text and "a made-up error" in text
+    assert "\n" not in text
+    assert "Traceback" in caught.value.__notes__[0]
+
+
+def test_the_largest_batch_runs_first_on_one_target_after_the_other_and_nothing_else_changes() -> None:
+    notes = Notes()
+    with joined(targets=3, windows=2, witness=notes, probe=host(77, 9)) as (hub, _):
+        reports = run(hub)
+    assert [list(report.batches) for report in reports] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert notes.told == ["features cross with a relative RMS error of 0.25 (flow.transport)"]
+
+
+def test_a_largest_batch_that_does_not_fit_is_named_before_anything_is_trained() -> None:
+    with (
+        joined(target_error=("memory", -2), probe=host(77, 9)) as (hub, _),
+        pytest.raises(
+            StageError, match=r"target 0 failed on the memory probe, batch 77 of epoch 0 .samples 770, 771.: O"
+        ),
+    ):
+        run(hub)
+
+
+@pytest.mark.parametrize("stage", ["target", "drafter"])
+def test_a_killed_worker_is_named(stage: str) -> None:
+    with (
+        joined(targets=1, **{f"{stage}_error": ("kill", 5)}) as (hub, _),
+        pytest.raises(StageError, match=rf"stage {stage} 0 was killed by SIGKILL while working on batch 5"),
+    ):
+        run(hub)
+
+
+def test_a_killed_fork_server_is_not_blamed_on_a_worker() -> None:
+    """Its end looks like that of all workers; nobody knows how theirs was."""
+    with joined(windows=40, delay_s=0.05) as (hub, workers):
+        reports = hub.run()
+        next(reports)
+        server = int(Path(f"/proc/{workers[0].process.pid}/stat").read_text().rpartition(")")[2].split()[1])
+        assert server != os.getpid()
+        os.kill(server, signal.SIGKILL)
+        with pytest.raises(StageError, match="0 was lost with the server that starts all workers, which was killed,"):
+            list(reports)
+    with joined(windows=2) as (hub, _):
+        assert len(run(hub)) == 2
+
+
+@pytest.mark.parametrize("stage", ["target", "drafter"])
+def test_a_stuck_worker_is_named(stage: str) -> None:
+    with (
+        joined(targets=1, stall_limit_s=8.0, **{f"{stage}_error": ("hang", 5)}) as (hub, _),
+        pytest.raises(StageError, match=rf"stage {stage} 0 has shown no progress .* batch 5 of epoch 0"),
+    ):
+        run(hub)
+
+
+def test_a_worker_that_cannot_start_is_named() -> None:
+    worker = WorkerProcess("target 0 (cuda:9)", stages.cannot_start, ())
+    feed = Prefetcher(iter([]), 1)
+    hub = Coordinator(
+        [worker], [], num_buffers=2, feed=feed, orders=orders_of(1, 1), delivery="ordered", stall_limit_s=60
+    )
+    try:
+        with pytest.raises(StageError, match=r"target 0 .cuda:9. failed on start-up: OSError: no such device"):
+            run(hub)
+    finally:
+        feed.close()
+        worker.stop(0.0)
+
+
+def test_a_feed_that_raises_stops_the_run() -> None:
+    def broken() -> Iterator[HostBatch]:
+        yield host(0, 0)
+        raise KeyError("row 7")
+
+    with joined(feed=broken()) as (hub, _), pytest.raises(StageError, match="stage feed failed: KeyError: 'row 7'"):
+        run(hub)
+
+
+def test_a_stop_ends_after_the_open_window_and_saves() -> None:
+    asked = []
+    with joined(stop=lambda: bool(asked)) as (hub, _):
+        steps = []
+        for report in hub.run():
+            steps.append(report.step)
+            if report.step == 2:
+                asked.append(True)
+        assert steps == list(range(1, hub.last_step + 1)) and 2 <= hub.last_step < 6
+
+
+def test_a_stop_during_start_up_trains_nothing() -> None:
+    with joined(stop=lambda: True) as (hub, _), pytest.raises(Interrupted, match="nothing was trained"):
+        run(hub)
+
+
+def test_children_end_when_the_parent_dies(tmp_path: Path) -> None:
+    note = tmp_path / "pid"
+    script = (
+        "import os, sys, time\n"
+        f"sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        "import simulated_stages as stages\n"
+        "from paceline.pipeline.process import WorkerProcess\n"
+        "if __name__ == '__main__':\n"
+        f"    worker = WorkerProcess('target 0', stages.note_pid, ({str(note)!r},))\n"
+        "    worker.connection.recv()\n"
+        "    os._exit(1)\n"
+    )
+    path = tmp_path / "parent.py"
+    path.write_text(script)
+    subprocess.run([sys.executable, str(path)], timeout=60, check=False)
+    pid = int(note.read_text())
+    deadline = time.monotonic() + 10
+    while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not Path(f"/proc/{pid}").exists()
+
+
+def test_shared_memory_that_is_too_small_is_refused_with_what_to_lower() -> None:
+    with pytest.raises(StageError, match=r"feature buffers need .* lower plan.token_budget or flow.pool_buffers"):
+        FeaturePool(4, 1 << 30, 1 << 14, torch.float32)
+
+
+def test_workers_are_gone_after_stop() -> None:
+    with joined(windows=1) as (hub, workers):
+        run(hub)
+        pids = [worker.process.pid for worker in workers]
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)

@@ -1,0 +1,92 @@
+"""The real stages alone: what they refuse, and in which words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from paceline.config import TargetConfig
+from paceline.drafter.stage import DrafterStage
+from paceline.errors import DrafterError, TargetError
+from paceline.pipeline.feature_pool import FeaturePool
+from paceline.pipeline.messages import DrafterTask, FeaturesReady, MemoryProbe, Probed, TargetTask
+from paceline.target_model.stage import TargetStage, require_finite
+from paceline.types import FeatureBatch, HostBatch, PlannedBatch
+
+TAPS, HIDDEN = [1, 3, 5], 128
+
+
+def host(lengths: list[int], rows: list[int]) -> HostBatch:
+    width, total = max(lengths), sum(lengths)
+    planned = PlannedBatch(3, 0, 0, 0, 0, 0, np.array(rows), width, total, width * len(rows), 96)
+    ids = np.random.default_rng(0).integers(5, 90, (len(rows), width))
+    none = np.zeros(0, dtype=np.int64)
+    return HostBatch(planned, ids, ids > 0, np.array(lengths), none, np.zeros(len(rows), dtype=np.int64))
+
+
+def raising(error: BaseException) -> Callable[..., Any]:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise error
+
+    return fail
+
+
+@pytest.fixture
+def stage(demo_assets: Path) -> TargetStage:
+    settings = TargetConfig(path=str(demo_assets / "target"), dtype="float32")
+    return TargetStage(settings, TAPS, "cpu", FeaturePool(2, 64, len(TAPS) * HIDDEN, torch.float32))
+
+
+def test_a_probe_leaves_the_guarded_first_batch_as_it_would_be(stage: TargetStage) -> None:
+    batch = host([20, 31], [4, 9])
+    (probed,) = stage.handle(MemoryProbe(batch))
+    assert probed == Probed(0.0, 0)
+    state = torch.get_rng_state()
+    (ready,) = stage.handle(TargetTask(batch, 1))
+    assert ready == FeaturesReady(1)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(stage._pool.read(0, 51), stage._pool.read(1, 51))
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), MemoryError()])
+def test_what_does_not_fit_is_told_with_its_bytes_and_what_to_lower(
+    stage: TargetStage, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    monkeypatch.setattr(stage._target, "features", raising(error))
+    with pytest.raises(TargetError) as caught:
+        list(stage.handle(MemoryProbe(host([20, 31], [4, 9]))))
+    text = str(caught.value)
+    assert "out of memory on cpu with 2 rows of 31 tokens (62 padded): weights " in text
+    assert "MiB" in text and "lower plan.token_budget" in text and "\n" not in text
+
+
+def test_a_drafter_that_runs_out_of_memory_says_what_to_lower() -> None:
+    learner = SimpleNamespace(
+        device=torch.device("cpu"), accumulate=raising(torch.OutOfMemoryError("CUDA out of memory"))
+    )
+    drafter = DrafterStage(lambda: learner, FeaturePool(2, 64, 12, torch.float32), None)
+    with pytest.raises(DrafterError, match=r"96 draft positions over 51 tokens .*; lower drafter.positions_per_pass"):
+        list(drafter.handle(DrafterTask(host([20, 31], [4, 9]), 0)))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_features_that_are_no_numbers_are_refused_by_sample(value: float) -> None:
+    features = torch.ones(51, 12)
+    batch = FeatureBatch(host([20, 31], [4, 9]), features)
+    require_finite(batch)
+    features[25, 3] = value
+    with pytest.raises(TargetError, match=r"features of 1 tokens of samples \[9\] are not finite"):
+        require_finite(batch)
+
+
+def test_opposite_infinities_do_not_cancel() -> None:
+    features = torch.ones(51, 12)
+    features[0, 0], features[50, 1] = float("inf"), -float("inf")
+    with pytest.raises(TargetError, match=r"features of 2 tokens of samples \[4, 9\]"):
+        require_finite(FeatureBatch(host([20, 31], [4, 9]), features))
