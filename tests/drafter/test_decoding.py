@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from drafter_cases import KINDS, small_spec
 
+from drafter_cases import KINDS, small_spec
 from paceline.drafter import fast_draft
 from paceline.drafter.context_cache import ContextCache
 from paceline.drafter.network import Drafter

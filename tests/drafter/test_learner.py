@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import io
 import itertools
+import math
 
 import numpy as np
 import pytest
 import torch
-from drafter_cases import close_window, frozen, gradient_of, make_batch, make_learner, pick, small_spec
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
+from torch.nn import functional as F
 
-from paceline.drafter.learner import Learner
+from drafter_cases import close_window, frozen, gradient_of, make_batch, make_learner, pick, slow_dpace, small_spec
+from paceline.config import ObjectiveConfig
+from paceline.config.drafter import NoiseConfig
+from paceline.drafter.block_inputs import build_blocks
+from paceline.drafter.learner import Learner, _share_schedules
 from paceline.errors import DrafterError
 from paceline.types import FeatureBatch
 
@@ -35,7 +41,7 @@ def window_gradient(learner, batches):
     st.sampled_from(["decay", "dpace"]),
     st.sampled_from([None, 1, 40]),
 )
-def test_any_partition_of_the_window_gives_the_same_gradient(order, cuts, weighting, name, limit):
+def test_any_partition_of_a_window_gives_the_same_gradient(order, cuts, weighting, name, limit):
     """The mean of means would differ: lengths and anchors are very uneven."""
     spec = small_spec()
     whole = make_batch(spec, LENGTHS, num_anchors=12)
@@ -131,7 +137,7 @@ def test_masters_are_float32_and_norms_move():
     torch.testing.assert_close(weight.detach(), torch.full_like(weight, 0.940), rtol=0, atol=1e-4)
 
 
-def test_the_share_of_unmoved_norm_weights_is_reported():
+def test_share_of_unmoved_norm_weights_is_reported():
     spec = small_spec()
     learner = make_learner(spec, dtype="bfloat16", optimizer={"warmup": 0.0})
     learner.accumulate(make_batch(spec, LENGTHS))
@@ -163,7 +169,7 @@ def test_frozen_tensors_get_no_gradient_and_are_no_state():
     assert set(learner.state_dict()["network"]) == set(learner.network.state_dict())
 
 
-def test_a_batch_without_anchors_takes_part_and_changes_nothing():
+def test_a_batch_without_anchors_changes_nothing():
     spec = small_spec()
     batch = make_batch(spec, LENGTHS)
     empty = make_batch(spec, [5, 4], masks=[np.zeros(5, bool), np.zeros(4, bool)], index=7, bucket=3)
@@ -173,7 +179,7 @@ def test_a_batch_without_anchors_takes_part_and_changes_nothing():
     assert report.batches == [7, 0] and report.buckets[3].loss.denominator == 0 and report.buckets[3].samples == 2
 
 
-def test_a_window_without_any_anchor_moves_nothing_and_has_no_nan():
+def test_a_window_without_anchors_moves_nothing():
     spec = small_spec()
     learner = make_learner(spec)
     learner.accumulate(make_batch(spec, LENGTHS))
@@ -185,7 +191,7 @@ def test_a_window_without_any_anchor_moves_nothing_and_has_no_nan():
     assert all(torch.equal(before[name], value) for name, value in learner.state_dict()["network"].items())
 
 
-def test_steps_that_are_not_finite_are_skipped_and_then_stop_the_run():
+def test_steps_not_finite_are_skipped_then_stop_the_run():
     spec = small_spec()
     learner = make_learner(spec, optimizer={"max_skipped_steps": 2})
     good = make_batch(spec, LENGTHS)
@@ -249,3 +255,171 @@ def test_frozen_tensors_of_another_shape_are_refused():
             spec, embedding=embedding, head=head, drafter=small.settings, objective=small.objective,
             optimizer=small.optimizer.config, total_steps=5, seed=0,
         )  # fmt: skip
+
+
+def brute_loss(learner, batches):
+    """(Σ weighted loss, Σ weight) over windows with plain logits, slot by slot."""
+    spec, settings = learner.spec, learner.objective
+    numerator = denominator = 0.0
+    for batch in batches:
+        host = batch.host
+        table = build_blocks(host, spec)
+        blocks = F.embedding(torch.from_numpy(table.tokens), learner._embedding)
+        hidden = learner.network.training_forward(
+            batch.features, host.lengths, host.anchors, host.anchor_counts, blocks
+        )
+        logits = hidden @ learner._head.T
+        per_sample = {}
+        for a in range(len(host.anchors)):
+            slots = [j + spec.first_draft_slot for j in range(spec.num_drafts)]
+            ce = [
+                float(F.cross_entropy(logits[a, slot], torch.tensor(table.labels[a, j])))
+                for j, slot in enumerate(slots)
+            ]
+            live = table.live[a]
+            if settings.name == "dpace":
+                w = slow_dpace(ce, live, settings.alpha)
+            else:
+                w = [math.exp(-j / learner.gammas.at(0)) * on for j, on in enumerate(live)]
+            pair = (sum(x * c for x, c in zip(w, ce, strict=True)), sum(w))
+            if settings.weighting == "token":
+                numerator, denominator = numerator + pair[0], denominator + pair[1]
+            elif settings.weighting == "anchor":
+                numerator, denominator = numerator + pair[0] / pair[1], denominator + 1
+            else:
+                per_sample.setdefault(table.documents[a], []).append(pair)
+        for pairs in per_sample.values():
+            numerator += sum(p[0] for p in pairs) / sum(p[1] for p in pairs)
+            denominator += 1
+    return numerator, denominator
+
+
+@pytest.mark.parametrize("weighting", ["token", "anchor", "sample"])
+@pytest.mark.parametrize("name", ["decay", "dpace"])
+@pytest.mark.parametrize("sample_from_anchor", [False, True])
+def test_window_loss_is_its_definition(weighting, name, sample_from_anchor):
+    spec = small_spec(sample_from_anchor=sample_from_anchor)
+    learner = make_learner(spec, objective={"weighting": weighting, "name": name})
+    batches = [make_batch(spec, [20, 5, 9], seed=1), make_batch(spec, [40], seed=2, num_anchors=9)]
+    with torch.no_grad():
+        numerator, denominator = brute_loss(learner, batches)
+    for batch in batches:
+        learner.accumulate(batch)
+    report = close_window(learner)
+    assert report.loss.numerator == pytest.approx(numerator, rel=1e-5)
+    assert report.loss.denominator == pytest.approx(denominator, rel=1e-5)
+
+
+@pytest.mark.parametrize("limit", [None, 40])
+def test_each_sample_has_the_loss_that_it_has_alone(limit: int | None) -> None:
+    spec = small_spec()
+    whole = make_batch(spec, LENGTHS, num_anchors=12)
+    learner = make_learner(spec, drafter={"positions_per_pass": limit})
+    learner.accumulate(whole)
+    report = close_window(learner)
+    (found,) = report.sample_losses.values()
+    assert list(report.sample_losses) == list(report.batches) and found.shape == (6, 2)
+    for place in range(len(LENGTHS)):
+        alone = make_learner(spec)
+        alone.accumulate(pick(whole, [place]))
+        loss = close_window(alone).loss
+        assert found[place] == pytest.approx([loss.numerator, loss.denominator], rel=1e-5)
+    assert found.sum(0) == pytest.approx([report.loss.numerator, report.loss.denominator], rel=1e-6)
+
+
+def teacher_learner(spec, teacher=None, **objective) -> Learner:
+    embedding, head = frozen(spec)
+    small = make_learner(spec)
+    return Learner(
+        spec, embedding=embedding, head=head, drafter=small.settings, objective=ObjectiveConfig(**objective),
+        optimizer=small.optimizer.config, total_steps=11, seed=0, teacher=teacher,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("sample_from_anchor", [False, True])
+def test_teacher_of_a_draft_is_the_token_before_its_label(sample_from_anchor):
+    spec = small_spec(sample_from_anchor=sample_from_anchor)
+    batch = make_batch(spec, [20, 9, 15], last_hidden=True)
+    seen = []
+    learner = teacher_learner(spec, lambda rows: seen.append(rows) or rows @ frozen(spec)[1].T, terms={"kl": 1.0})
+    learner.accumulate(batch)
+    table = build_blocks(batch.host, spec)
+    starts = np.cumsum(batch.host.lengths) - batch.host.lengths
+    expected = []
+    for a, document in enumerate(table.documents):
+        for j in range(spec.num_drafts):
+            if table.live[a, j]:
+                label = batch.host.anchors[a] + 1 + j
+                assert table.labels[a, j] == batch.host.ids[document, label]
+                expected.append(int(starts[document] + label - 1))
+    assert torch.equal(torch.cat(seen), batch.last_hidden[expected])
+    report = close_window(learner)
+    assert report.ratios["objective/kl"].denominator == len(expected)
+
+
+def test_a_missing_teacher_is_refused():
+    spec = small_spec()
+    with pytest.raises(DrafterError, match="no teacher was given"):
+        teacher_learner(spec, terms={"ce": 1.0, "tv": 0.5})
+    learner = teacher_learner(spec, lambda rows: rows, terms={"tv": 1.0})
+    with pytest.raises(DrafterError, match="did not send them"):
+        learner.accumulate(make_batch(spec, [20]))
+
+
+def test_shares_and_gamma_move_in_a_straight_line():
+    spec = small_spec()
+    learner = teacher_learner(
+        spec, lambda rows: rows @ frozen(spec)[1].T, terms={"ce": 1.0}, terms_end={"kl": 1.0}, gamma=2.0, gamma_end=4.0
+    )
+    assert {name: schedule.at(5) for name, schedule in learner.shares.items()} == {"ce": 0.5, "kl": 0.5}
+    learner.steps_done = 5
+    batch = make_batch(spec, LENGTHS, last_hidden=True)
+    learner.accumulate(batch)
+    report = close_window(learner, 6)
+    assert report.ratios["schedule/gamma"].value == 3.0
+
+
+@pytest.mark.parametrize(("shape", "midway"), [("linear", 0.25), ("cosine", (1 - math.cos(math.pi / 4)) / 2)])
+def test_shares_gamma_and_noise_follow_one_ramp(shape, midway):
+    spec = small_spec()
+    way = {"ramp": shape, "first_step": 4, "last_step": 8}
+    learner = make_learner(
+        spec,
+        drafter={"noise": {"kind": "gaussian", "ratio": 0.0, "ratio_end": 1.0, **way}},
+        objective={"gamma": 2.0, "gamma_end": 4.0, **way},
+    )
+    shares = _share_schedules(ObjectiveConfig(terms={"ce": 1.0}, terms_end={"kl": 1.0}, **way), 50)
+    for step, share in ((0, 0.0), (4, 0.0), (5, midway), (8, 1.0), (30, 1.0)):
+        assert shares["kl"].at(step) == pytest.approx(share) and shares["ce"].at(step) == pytest.approx(1 - share)
+        assert learner.gammas.at(step) == pytest.approx(2 + 2 * share)
+        assert learner.noise_ratios.at(step) == pytest.approx(share)
+    with pytest.raises(ValidationError, match="must come after first_step"):
+        ObjectiveConfig(first_step=8, last_step=8)
+
+
+def test_validation_repeats_and_leaves_the_window_alone():
+    spec = small_spec()
+    drafter = {"noise": NoiseConfig(kind="gaussian", ratio=0.5), "diagnose_share": 1.0}
+    learner = make_learner(spec, drafter=drafter)
+    clean = make_learner(spec, drafter={"diagnose_share": 1.0})
+    batch = make_batch(spec, LENGTHS, num_anchors=9)
+    learner.accumulate(batch)
+    before = [p.grad.clone() for p in learner.network.parameters()]
+    found = learner.validate([batch])
+    assert found == learner.validate([batch]) == clean.validate([batch])
+    assert all(torch.equal(a, p.grad) for a, p in zip(before, learner.network.parameters(), strict=True))
+    clean.accumulate(batch)
+    report, noised = close_window(clean), close_window(learner)
+    assert found["loss"].value == pytest.approx(report.loss.value, rel=1e-6) and noised.loss != report.loss
+    assert {name for name in found if name != "loss"} <= set(report.ratios)
+    assert noised.ratios["schedule/noise_ratio"].value == 0.5
+    # A noise of half the RMS has a quarter of the energy.
+    assert [noised.ratios[f"noise/snr_tap_{tap}"].value for tap in (0, 1)] == pytest.approx([4.0, 4.0], rel=0.2)
+
+
+def test_batches_carry_what_the_teacher_reads():
+    spec = small_spec()
+    batch = make_batch(spec, LENGTHS, last_hidden=True)
+    learner = teacher_learner(spec, lambda rows: rows @ frozen(spec)[1].T, terms={"lk": 1.0}, name="dpace")
+    learner.accumulate(batch)
+    assert isinstance(batch, FeatureBatch) and close_window(learner).loss.denominator > 0

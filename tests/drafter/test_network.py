@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from drafter_cases import KINDS, make_batch, small_spec
 
+from drafter_cases import KINDS, make_batch, small_spec
 from paceline.drafter.layers import GatedMLP, RMSNorm, rotary_table, rotate
 from paceline.drafter.network import Drafter
 from paceline.errors import DrafterError

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 
 import numpy as np
-from drafter_cases import close_window
 
+from drafter_cases import close_window
 from paceline.config import DrafterConfig, ObjectiveConfig, OptimizerConfig, TargetConfig
 from paceline.decode.chain import greedy_decode, speculative_decode
 from paceline.drafter.anchors import sample_anchors

@@ -30,7 +30,7 @@ def test_shapes_midway():
     assert Schedule("wsd", 1, 0, 0, 100).at(90) == pytest.approx(0.5)
 
 
-def test_learning_rate_rises_then_follows_its_shape_in_steps_of_the_optimizer():
+def test_learning_rate_rises_then_follows_its_shape():
     rates = learning_rates(OptimizerConfig(lr=1.0, schedule="linear", warmup=0.1, final_lr=0.1), 100)
     rise = [rates.at(step) for step in range(10)]
     assert rise == pytest.approx([(step + 1) / 11 for step in range(10)])

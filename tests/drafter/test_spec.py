@@ -7,9 +7,9 @@ import sys
 from dataclasses import replace
 
 import pytest
-from drafter_cases import small_spec
 from pydantic import ValidationError
 
+from drafter_cases import small_spec
 from paceline.config import DrafterConfig
 from paceline.drafter.spec import DrafterSpec, derive_spec
 from paceline.errors import DrafterError

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from paceline.drafter.tree import tree_streaks
-from paceline.drafter.tree_metrics import TEMPERATURES, calibrated_temperature, evenly_spaced
 
 EXAMPLE = [[0.6, 0.3, 0.1], [0.5, 0.4, 0.1], [0.9, 0.05, 0.05]]
 
@@ -50,7 +49,7 @@ def test_the_example():
     assert batched([EXAMPLE], [[1, 1, 0]], [[True] * 3], [6]).streaks[0, 0] == 1
 
 
-def test_all_trees_by_enumeration_and_by_heap():
+def test_trees_equal_enumeration_and_heap():
     random = np.random.default_rng(0)
     for _ in range(120):
         depth, vocabulary = int(random.integers(1, 5)), int(random.integers(2, 5))
@@ -76,7 +75,7 @@ def test_all_trees_by_enumeration_and_by_heap():
             assert found.surrogates[row, 0] == pytest.approx(sum(value[p] for p in tree), rel=1e-9)
 
 
-def test_only_as_many_tokens_as_the_budget_matter():
+def test_budget_many_tokens_are_enough():
     """The likeliest N tokens of a slot suffice for a budget of N."""
     random = np.random.default_rng(1)
     logs = torch.log_softmax(torch.from_numpy(random.normal(0, 2, (20, 6, 300))), dim=2)
@@ -88,27 +87,3 @@ def test_only_as_many_tokens_as_the_budget_matter():
     assert torch.equal(whole.streaks, short.streaks)
     torch.testing.assert_close(whole.surrogates, short.surrogates)
     assert (whole.streaks[1] >= whole.streaks[0]).all() and whole.streaks.max() > 1
-
-
-def test_calibration_finds_the_temperature_of_sampled_labels():
-    """Labels drawn at temperature 1.6 of the drafter's logits: the tree expects what it gets there."""
-    random = np.random.default_rng(2)
-    logits = random.normal(0, 2.5, (3000, 4, 12))
-    chances = np.exp(logits / 1.6)
-    chances /= chances.sum(2, keepdims=True)
-    labels = (chances.cumsum(2) < random.random((3000, 4, 1))).sum(2)
-    sums = []
-    for temperature in TEMPERATURES:
-        logs = torch.log_softmax(torch.from_numpy(logits) / temperature, dim=2)
-        own = logs.gather(2, torch.from_numpy(labels)[..., None])[..., 0]
-        live = torch.ones(3000, 4, dtype=torch.bool)
-        found = tree_streaks(logs.sort(dim=2, descending=True).values, own, live, [8])
-        sums.append([float(found.streaks.sum()), float(found.surrogates.sum())])
-    assert calibrated_temperature(np.array(sums)) == pytest.approx(1.6, rel=0.05)
-    assert calibrated_temperature(np.zeros((len(TEMPERATURES), 2))) is None
-
-
-def test_blocks_are_chosen_evenly():
-    assert evenly_spaced(10, 1.0).tolist() == list(range(10))
-    assert evenly_spaced(100, 0.05).tolist() == [0, 20, 40, 60, 80]
-    assert evenly_spaced(3, 0.01).tolist() == [0] and evenly_spaced(0, 0.5).tolist() == []

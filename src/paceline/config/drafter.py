@@ -64,8 +64,8 @@ class DrafterConfig(Section):
     """Compute type; master weights, rotary tables and losses are always float32."""
     attention: Literal["auto", "flex", "split", "dense"] = "auto"
     """Attention backend: flex on CUDA, split elsewhere; dense is the slow reference."""
-    head: Literal["own", "torch", "liger"] = "own"
-    """Who computes head and cross entropy: own, torch's linear_cross_entropy (float32 only), or liger-kernel (CUDA)."""
+    head: Literal["tiled", "liger"] = "tiled"
+    """Who computes head and cross entropy: tiled (our own, any device), or liger-kernel (CUDA)."""
     head_chunk: int = Field(default=2048, ge=1)
     """Supervised slots whose logits exist at once."""
     positions_per_pass: int | None = Field(default=None, ge=1)
@@ -92,8 +92,6 @@ class DrafterConfig(Section):
             raise ValueError(
                 f"causal lists {len(self.causal)} values for num_layers {self.num_layers}; list one a layer"
             )
-        if self.head == "torch" and self.dtype != "float32":
-            raise ValueError("head torch rounds its losses to bfloat16; set dtype to float32, or head to own")
         unclear = any(kind == "sliding" and not causal for kind, causal in self.layer_kinds())
         if unclear and self.sliding_window is not None and self.sliding_window < self.block_size:
             raise ValueError(

@@ -26,10 +26,8 @@ from paceline.drafter.block_inputs import BlockInputs, build_blocks
 from paceline.drafter.distributed import add_counters, add_gradients
 from paceline.drafter.host_copy import copy_to_host
 from paceline.drafter.loss import choose_head
-from paceline.drafter.loss.decay import default_gamma
-from paceline.drafter.loss.distillation import MixtureLosses, Teacher, distillation_loss
-from paceline.drafter.loss.weighting import weigh
-from paceline.drafter.loss.weights import SLOT_WEIGHTS
+from paceline.drafter.loss.distillation import SlotLosses, Teacher, distillation_loss
+from paceline.drafter.loss.weights import SLOT_WEIGHTS, default_gamma, normalize_weights, sum_by_document
 from paceline.drafter.metrics import WindowMetrics, bucket_totals, ratios_of, sample_losses
 from paceline.drafter.network import Drafter
 from paceline.drafter.noise import add_noise, noise_ratio
@@ -79,10 +77,6 @@ class Learner:
         teacher: Teacher | None = None,
     ) -> None:
         self._cross_entropy = choose_head(drafter.head, torch.device(device))
-        if drafter.head != "own" and objective.needs_teacher:
-            raise DrafterError(
-                f"drafter.head = {drafter.head} knows cross entropy only, and objective.terms has others; use own"
-            )
         if objective.needs_teacher and teacher is None:
             raise DrafterError(
                 "objective.terms compares with the target's distributions, and no teacher was given; "
@@ -264,14 +258,13 @@ class Learner:
         strategy = SLOT_WEIGHTS[self.objective.name]
         gamma = self.gammas.at(self.steps_done)
         weights = strategy(grid(found.cross_entropy.detach()), live, gamma, self.objective.alpha)
-        documents = self._on_device(table.documents)
-        weights = weigh(weights, documents, len(host.lengths), self.objective.weighting)
+        anchor_counts = self._on_device(host.anchor_counts)
+        weights = normalize_weights(weights, anchor_counts, self.objective.weighting)
         weighted = weights * grid(found.loss)
         total = weighted.sum()
         tally.add_loss(host.planned.bucket, host.planned.index, total, weights.sum())
         by_anchor = torch.stack([weighted.detach().sum(1), weights.sum(1)], dim=1)
-        by_sample = torch.zeros(len(host.lengths), 2, dtype=by_anchor.dtype, device=self.device)
-        tally.add_samples(host.planned.index, by_sample.index_add(0, documents, by_anchor))
+        tally.add_samples(host.planned.index, sum_by_document(by_anchor, anchor_counts))
         tally.add_acceptance(grid(found.correct), live)
         for name, values in found.terms.items():
             tally.add(f"term/{name}", torch.stack([values.sum(), torch.full_like(values[0], len(values))]))
@@ -283,14 +276,14 @@ class Learner:
             diagnose(drafting, self._head, labels, live[some], self.settings.head_chunk, tally)
         return total
 
-    def _losses(self, hidden: Tensor, table: BlockInputs, last_hidden: Tensor | None) -> MixtureLosses:
+    def _losses(self, hidden: Tensor, table: BlockInputs, last_hidden: Tensor | None) -> SlotLosses:
         """Losses of the live drafts from the hidden states of all slots [A·K, D]."""
         supervised = hidden.index_select(0, self._on_device(table.rows))
         labels = table.labels.reshape(-1)[table.cells]
         shares = {name: schedule.at(self.steps_done) for name, schedule in self.shares.items()}
         if set(shares) == {"ce"} and shares["ce"] == 1.0:
             losses, right = self._cross_entropy(supervised, self._head, labels, self.settings.head_chunk)
-            return MixtureLosses(losses, losses.detach(), right, {"ce": losses.detach()})
+            return SlotLosses(losses, losses.detach(), right, {"ce": losses.detach()})
         rows = last_hidden.index_select(0, self._on_device(table.teacher_rows)) if last_hidden is not None else None
         return distillation_loss(supervised, self._head, labels, shares, self.teacher, rows, self.settings.head_chunk)
 

@@ -375,12 +375,12 @@ def check_support(settings: Settings, place: NodeInfo = ALONE.place) -> None:
     on_cpu = [name for name in settings.flow.drafter_devices if not name.startswith("cuda")]
     for key, value in (("attention", "flex"), ("head", "liger")):
         if on_cpu and getattr(settings.drafter, key) == value:
-            other = "split" if key == "attention" else "own"
+            other = "split" if key == "attention" else "tiled"
             errors.append(f"drafter.{key}: {value} trains on CUDA only, and a drafter rank is on cpu; use {other}")
-    if settings.drafter.head != "own" and settings.objective.needs_teacher:
+    if settings.drafter.head != "tiled" and settings.objective.needs_teacher:
         errors.append(
             f"drafter.head: {settings.drafter.head} knows cross entropy alone, and objective.terms has terms that need "
-            "the target's distributions; use own"
+            "the target's distributions; use tiled"
         )
     if (settings.plan.strategy == "packed") != (settings.target.rows == "packed"):
         errors.append(

@@ -1,8 +1,11 @@
-"""Backends of the frozen head with cross entropy.
+"""The loss: the frozen head with cross entropy or with terms against the target, and the weights of slots.
 
-One signature for all, with M slots, D hidden, V vocabulary: hidden states [M, D], frozen head [V, D] of the same type,
-labels on the host int64 [M], and the slots whose logits may exist at once → (cross entropy [M], float32 or wider,
-differentiable by the hidden states; whether the label is the first largest logit, bool [M]). The head gets no gradient.
+In: hidden states of supervised slots [M, D], the frozen head [V, D], labels. Out: losses per slot, differentiable by
+the hidden states. Which slots are supervised is decided in `block_inputs`; what is divided by what, in the learner.
+
+`HEADS` are the backends of head and cross entropy, with one signature: hidden states [M, D], frozen head [V, D] of the
+same type, labels on the host int64 [M], and the slots whose logits may exist at once → (cross entropy [M], float32 or
+wider; whether the label is the first largest logit, bool [M]). The head gets no gradient.
 """
 
 from __future__ import annotations
@@ -13,13 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.drafter.loss import liger_ce, tiled_ce, torch_ce
+from paceline.drafter.loss import liger_ce, tiled_ce
 
 Head = Callable[[Tensor, Tensor, np.ndarray, int], tuple[Tensor, Tensor]]
 
 HEADS: dict[str, Head] = {
-    "own": tiled_ce.head_cross_entropy,
-    "torch": torch_ce.head_cross_entropy,
+    "tiled": tiled_ce.head_cross_entropy,
     "liger": liger_ce.head_cross_entropy,
 }
 
@@ -28,10 +30,8 @@ def choose_head(name: str, device: torch.device) -> Head:
     """The backend of that name.
 
     Raises:
-        DrafterError: it cannot run here: the library lacks it, or the device is not for it.
+        DrafterError: it cannot run here: the package is missing, or the device is not for it.
     """
-    if name == "torch":
-        torch_ce.require()
-    elif name == "liger":
+    if name == "liger":
         liger_ce.require(device)
     return HEADS[name]

@@ -1,7 +1,7 @@
 """The frozen head with a weighted sum of terms, some against the target's own distributions.
 
-Logits of drafter and teacher exist for one chunk of slots at a time; gradients by the hidden states are computed in
-the same pass, as in `head`.
+Logits of drafter and teacher exist whole for one chunk of slots at a time (total variation needs both normalized, so
+tiles of the vocabulary are not enough); the gradient by the hidden states is made in the same pass, as in `tiled_ce`.
 
 Shape letters: M slots, D hidden, H the target's hidden size, V vocabulary.
 """
@@ -24,7 +24,7 @@ Teacher = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class MixtureLosses:
+class SlotLosses:
     """Per slot, [M].
 
     Attributes:
@@ -48,7 +48,7 @@ def distillation_loss(
     teacher: Teacher | None,
     teacher_hidden: Tensor | None,
     chunk: int,
-) -> MixtureLosses:
+) -> SlotLosses:
     """Weighted sum of terms, slot by slot.
 
     Args:
@@ -61,13 +61,13 @@ def distillation_loss(
         chunk: slots whose logits exist at once, at most.
     """
     names = tuple(shares)
-    loss, cross_entropy, correct, *terms = _HeadMixture.apply(
+    loss, cross_entropy, correct, *terms = _Distillation.apply(
         hidden, head, labels, tuple(shares.values()), names, teacher, teacher_hidden, chunk
     )
-    return MixtureLosses(loss, cross_entropy, correct, dict(zip(names, terms, strict=True)))
+    return SlotLosses(loss, cross_entropy, correct, dict(zip(names, terms, strict=True)))
 
 
-class _HeadMixture(torch.autograd.Function):
+class _Distillation(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,

@@ -19,18 +19,18 @@ MODULE = "liger_kernel.transformers.fused_linear_cross_entropy"
 
 
 def require(device: torch.device) -> None:
-    """Refuses in words where the kernel cannot run.
+    """Refuse where the kernel cannot run.
 
     Raises:
         DrafterError: no CUDA device, or the package is missing.
     """
     if device.type != "cuda":
         raise DrafterError(
-            f"drafter.head = liger: its kernels need a CUDA device, and the drafter is on {device}; use own"
+            f"drafter.head = liger: its kernels need a CUDA device, and the drafter is on {device}; use tiled"
         )
     if importlib.util.find_spec("liger_kernel") is None:
         raise DrafterError(
-            "drafter.head = liger: the package is not installed; pip install 'paceline[liger]', or use own"
+            "drafter.head = liger: the package is not installed; pip install 'paceline[liger]', or use tiled"
         )
 
 

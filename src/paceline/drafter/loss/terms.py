@@ -1,4 +1,4 @@
-"""What is measured in a slot, from its logits and, but for cross entropy, the teacher's.
+"""The terms of a loss: what is measured in a slot from the drafter's logits and, except cross entropy, the teacher's.
 
 Shape letters: M slots, V vocabulary. Each term gives its loss per slot and the gradient by the drafter's logits.
 p is the teacher's distribution, q the drafter's.

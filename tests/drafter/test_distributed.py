@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.multiprocessing as multiprocessing
+
 from drafter_cases import close_window, make_learner
-from rank_worker import batches, work
+from drafter_ranks import batches, work
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import torch
-from drafter_cases import close_window, make_batch, make_learner, small_spec
 
+from drafter_cases import close_window, make_batch, make_learner, small_spec
 from paceline.drafter.host_copy import copy_to_host
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+
 from drafter_cases import close_window, make_batch, make_learner, small_spec
 
 PARTS = [([10, 20], 0), ([7, 60, 3], 1), ([33], 2)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -121,3 +122,10 @@ def close_window(learner: Learner, step: int = 1) -> StepReport:
 def gradient_of(learner: Learner) -> dict[str, torch.Tensor]:
     """Undivided gradients of the open window."""
     return {name: p.grad.clone() for name, p in learner.network.named_parameters() if p.grad is not None}
+
+
+def slow_dpace(ce, live, alpha) -> list[float]:
+    """D-PACE weights of one block, from the formula."""
+    q = [(1 - alpha) * math.exp(-c) + alpha if on else 1.0 for c, on in zip(ce, live, strict=True)]
+    reach = [math.prod(q[: m + 1]) if live[m] else 0.0 for m in range(len(q))]
+    return [sum(reach[j:]) if live[j] else 0.0 for j in range(len(q))]

@@ -1,8 +1,0 @@
-"""Makes `drafter_cases` importable, the builders that all tests of this room share."""
-
-from __future__ import annotations
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent))
