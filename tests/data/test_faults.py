@@ -24,7 +24,7 @@ from paceline.data.rows import Conversation, RowRejected, read_row
 from paceline.data.store import open_store
 from paceline.data.tokenizer import load_tokenizer
 from paceline.drafter.anchors import count_eligible
-from paceline.errors import DataError
+from paceline.errors import DataError, TargetError
 
 Folder = Callable[[Family], str]
 Write = Callable[..., str]
@@ -162,14 +162,14 @@ def test_lines_nested_too_deeply_are_set_aside(tmp_path: Path, family_folder: Fo
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        ('{"eos_token_id": "</s>"}', "eos_token_id holds '</s>', which is no token of the tokenizer"),
+        ('{"eos_token_id": "</s>"}', "eos_token_id holds '</s>', which is not a token"),
         ('{"eos_token_id": [1, null]}', "eos_token_id holds None"),
         ('{"eos_token_id": [1, 1.5]}', "eos_token_id holds 1.5"),
         ('{"eos_token_id": true}', "eos_token_id holds True"),
         ('{"eos_token_id": 999999}', "eos_token_id holds 999999"),
         ('{"eos_token_id": -1}', "eos_token_id holds -1"),
-        ("[]", "no JSON object"),
-        ("{", "no JSON object"),
+        ("[]", "holds a list instead of an object"),
+        ("{", "not readable as JSON"),
     ],
 )
 def test_end_tokens_that_are_none_are_refused_in_one_line(
@@ -177,7 +177,7 @@ def test_end_tokens_that_are_none_are_refused_in_one_line(
 ) -> None:
     shutil.copytree(chatml, tmp_path / "target")
     (tmp_path / "target" / "generation_config.json").write_text(config, encoding="utf-8")
-    with pytest.raises(DataError) as error:
+    with pytest.raises(TargetError) as error:
         run(write_rows([chat("Hi", "Hello.")]), tmp_path / "store", str(tmp_path / "target"))
     assert len(error.value.errors) == 1 and "\n" not in str(error.value)
     assert words in str(error.value) and "generation_config.json" in str(error.value)

@@ -152,7 +152,7 @@ def test_a_configuration_with_nonsense(qwen3, tmp_path, changes, words):
 def test_stop_tokens_that_are_none(qwen3, tmp_path):
     folder = copy(qwen3, tmp_path / "t")
     (folder / "generation_config.json").write_text('{"eos_token_id": "x"}')
-    assert "eos_token_id 'x' is no token id" in refusal(folder)
+    assert "eos_token_id holds 'x', which is not a token" in refusal(folder)
 
 
 def test_a_folder_named_like_a_file(qwen3, tmp_path):

@@ -133,7 +133,7 @@ def _local(arguments: Arguments, sampling: Sampling, passed_over: list[str]) -> 
 
     tokenizer: Any = load_tokenizer(arguments.target, arguments.trust_remote_code)
     rows = list(_prompts(arguments, passed_over))
-    generate = _generator(arguments, tokenizer)
+    generate = _generator(arguments)
     with _bars() as bars:
         told = bars.track(rows, description="prompts")
         counts = asdict(regenerate(told, generate, tokenizer, _settings(arguments, sampling), arguments.out))
@@ -236,9 +236,8 @@ def _prompts(arguments: Arguments, passed_over: list[str]) -> Iterator[dict[str,
         yield {**rest, "messages": row.messages}
 
 
-def _generator(arguments: Arguments, tokenizer: Any) -> GenerateAnswers:
+def _generator(arguments: Arguments) -> GenerateAnswers:
     from paceline.config import TargetConfig
-    from paceline.data.tokenizer import end_token_ids
     from paceline.decode.generate import TargetGenerator
     from paceline.target_model.load import load_model
 
@@ -249,6 +248,6 @@ def _generator(arguments: Arguments, tokenizer: Any) -> GenerateAnswers:
         trust_remote_code=arguments.trust_remote_code,
     )
     model, _, facts = load_model(settings, arguments.device)
-    stops = end_token_ids(tokenizer)
+    stops = facts.eos_token_ids
     pad = facts.pad_token_id if facts.pad_token_id is not None else (stops[0] if stops else 0)
     return TargetGenerator(model, pad, stops)

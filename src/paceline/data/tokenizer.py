@@ -1,4 +1,4 @@
-"""The target's tokenizer and chat template: loading, fingerprints, the ids that end an answer."""
+"""The target's tokenizer and chat template: loading and fingerprints."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.errors import DataError
+from paceline.stop_tokens import stop_token_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -70,26 +71,12 @@ def chat_template(tokenizer: PreTrainedTokenizerBase, *, tools: bool = False) ->
 
 
 def end_token_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Ids at which a server stops: the tokenizer's eos and those of the target's `generation_config.json`.
+    """Ids that end an answer, as everywhere (`stop_tokens`).
 
     Raises:
-        DataError: that file is no JSON object, or names something that is no token of the tokenizer.
+        TargetError: a file of the target names something that is not a token.
     """
-    found: list[int] = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
-    file = Path(str(tokenizer.name_or_path)) / "generation_config.json"
-    if file.is_file():
-        try:
-            written = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
-        except (ValueError, AttributeError) as error:
-            raise DataError(f"{file}: no JSON object ({error}); repair or remove it") from error
-        for item in written if isinstance(written, list) else [] if written is None else [written]:
-            if type(item) is not int or not 0 <= item < len(tokenizer) or tokenizer.convert_ids_to_tokens(item) is None:
-                raise DataError(
-                    f"{file}: eos_token_id holds {item!r}, which is no token of the tokenizer "
-                    f"(0 to {len(tokenizer) - 1}); repair it, or give the target its own tokenizer"
-                )
-            found.append(item)
-    return tuple(dict.fromkeys(found))
+    return stop_token_ids(str(tokenizer.name_or_path), tokenizer.eos_token_id, len(tokenizer))
 
 
 def fingerprint_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:

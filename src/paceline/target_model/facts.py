@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from paceline.config.target import TargetConfig
 from paceline.errors import TargetError
+from paceline.stop_tokens import stop_token_ids
 from paceline.target_model.adapter import identify_adapter
-from paceline.target_model.files import fingerprint, identify, resolve_folder
+from paceline.target_model.files import TOKENIZER_FILES, fingerprint, identify, resolve_folder
 from paceline.target_model.gguf import gguf_config, identify_gguf
 from paceline.types import TargetFacts
 
@@ -73,7 +75,7 @@ def describe(
         initializer_range=_real(text, ("initializer_range",)),
         tied_head=_tied(config, text),
         bos_token_id=_token(config, text, "bos_token_id"),
-        eos_token_ids=_stop_tokens(folder, config, text),
+        eos_token_ids=stop_token_ids(str(folder), _tokenizer_eos(path, folder, text, trust_remote_code), vocab),
         pad_token_id=_token(config, text, "pad_token_id"),
         fingerprint=fingerprint(identity),
         identity=identity,
@@ -246,20 +248,26 @@ def _token(config: Any, text: Any, name: str) -> int | None:
     return None
 
 
-def _stop_tokens(folder: Path, config: Any, text: Any) -> tuple[int, ...]:
-    """End tokens: those that generation stops at where the folder says so, else the configuration's."""
-    file = folder / "generation_config.json"
-    candidates: list[Any] = []
-    if file.is_file():
-        try:
-            candidates.append(json.loads(file.read_text(encoding="utf-8")).get("eos_token_id"))
-        except (ValueError, AttributeError) as error:
-            raise TargetError(f"{file}: not readable as JSON ({first_line(error)}); fetch the file again") from error
-    candidates += [getattr(text, "eos_token_id", None), getattr(config, "eos_token_id", None)]
-    for value in candidates:
-        if value is not None:
-            listed = tuple(value) if isinstance(value, (list, tuple)) else (value,)
-            if not all(isinstance(token, int) for token in listed):
-                raise TargetError(f"{folder}: eos_token_id {value!r} is no token id; mend generation_config.json")
-            return listed
-    return ()
+def _tokenizer_eos(path: str, folder: Path, text: Any, trust_remote_code: bool) -> int | None:
+    """The end token of the target's tokenizer; None where it has none, or the folder has no tokenizer.
+
+    Raises:
+        TargetError: the tokenizer cannot be loaded.
+    """
+    if path.endswith(".gguf"):  # its metadata has one end token, of the tokenizer and of the configuration
+        return _token(text, text, "eos_token_id")
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        return None
+    return _loaded_tokenizer_eos(str(folder), trust_remote_code)
+
+
+@lru_cache(maxsize=4)
+def _loaded_tokenizer_eos(folder: str, trust_remote_code: bool) -> int | None:
+    """Kept, as a large vocabulary takes a second to load."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        return tokenizer.eos_token_id
+    except Exception as error:  # code that comes with the target may raise anything
+        raise TargetError(f"{folder}: its tokenizer cannot be loaded ({first_line(error)})") from error
