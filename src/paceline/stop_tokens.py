@@ -27,7 +27,7 @@ def stop_token_ids(target: str, tokenizer_eos: int | None, num_tokens: int) -> t
     Raises:
         TargetError: a file is not a JSON object, or its `eos_token_id` is not a token; one line.
     """
-    found: list[int] = [] if tokenizer_eos is None else [int(tokenizer_eos)]
+    found: list[int] = [] if tokenizer_eos is None else [tokenizer_eos]
     for name in _FILES:
         file = _file(target, name)
         if file is None:

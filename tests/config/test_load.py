@@ -187,3 +187,20 @@ def test_a_worker_over_several_devices_is_one_name(tmp_path: Path) -> None:
     flow = load_settings(path).flow
     assert flow.target_devices == ["cuda:0+cuda:1", "cuda:2+cuda:3"]
     assert flow.num_buffers == 2 + 4 + 1
+
+
+@pytest.mark.parametrize(("written", "read"), [("off", "off"), ("on", "on"), ("'off'", "off"), ("auto", "auto")])
+def test_off_and_on_are_words_where_they_are_allowed(written: str, read: str, tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(f"run_dir: r\ntarget: {{path: t}}\ndata:\n  thinking: {written}\n", encoding="utf-8")
+    settings = load_settings(file, {"observe.wandb": "off", "data.thinking": written})
+    assert settings.data.thinking == load_settings(file).data.thinking == read and settings.observe.wandb == "off"
+    (tmp_path / "resolved.yaml").write_text(dump_settings(settings), encoding="utf-8")
+    assert load_settings(tmp_path / "resolved.yaml") == settings
+
+
+def test_booleans_stay_booleans_elsewhere() -> None:
+    needed = {"run_dir": "r", "target.path": "t"}
+    assert load_settings(None, {**needed, "target.trust_remote_code": "on"}).target.trust_remote_code is True
+    with pytest.raises(ConfigError, match=r"observe\.wandb = True: not allowed; allowed: off, offline, online"):
+        load_settings(None, {**needed, "observe.wandb": "on"})
