@@ -148,6 +148,21 @@ class TagTotals:
 
 
 @dataclass(frozen=True, slots=True)
+class WorkerTotals:
+    """What one worker process did since the step before; a worker that did nothing has zeros.
+
+    Attributes:
+        batches: micro-batches that it finished.
+        real_tokens: their real tokens.
+        busy_s: seconds that it worked.
+    """
+
+    batches: int = 0
+    real_tokens: int = 0
+    busy_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class StepReport:
     """One optimizer step, as it was trained.
 
@@ -169,6 +184,7 @@ class StepReport:
         sample_losses: by plan index, (Σ weighted loss, Σ weight) of each row in planned order, float64 [B, 2].
         rows: by plan index, the row numbers, int64 [B]; filled in by who knows the plan.
         tags: by tag, its share of the step; filled in by who knows the tags.
+        workers: by name (``target_0``, ``drafter_1``), what each worker did; every worker is in every report.
     """
 
     step: int
@@ -193,6 +209,7 @@ class StepReport:
     sample_losses: Mapping[int, np.ndarray] = field(default_factory=dict, compare=False)
     rows: Mapping[int, np.ndarray] = field(default_factory=dict, compare=False)
     tags: Mapping[str, TagTotals] = field(default_factory=dict)
+    workers: Mapping[str, WorkerTotals] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,14 @@ def test_every_entry_says_what_it_is():
 @pytest.mark.parametrize("metric", CATALOGUE, ids=lambda metric: metric.name)
 def test_a_name_finds_its_own_entry_and_no_other(metric):
     fields = {name for _, name, _, _ in string.Formatter().parse(metric.name) if name}
-    words = {"stage": "target", "state": "busy", "device": "cuda:0", "queue": "features", "term": "ce", "tag": "code"}
+    words = {
+        "stage": "target",
+        "state": "busy",
+        "device": "cuda:0",
+        "queue": "features",
+        "term": "ce",
+        "tag": "code",
+    } | {"worker": "target_0"}
     name = metric.name.format(**{field: words.get(field, "7") for field in fields})
     assert find(name) is metric
 

@@ -9,7 +9,7 @@ from observe.step_reports import random_samples, report_of
 from paceline.errors import MetricError
 from paceline.observe.aggregate import LineAggregator
 from paceline.observe.catalogue import find
-from paceline.types import Ratio
+from paceline.types import Ratio, WorkerTotals
 
 
 def test_a_line_over_many_steps_equals_a_recount_of_all_samples():
@@ -105,3 +105,15 @@ def test_a_tiny_share_of_wall_time_is_a_share_of_the_step():
     waits = {"drafter/busy": 0.5}
     tally.add(report_of(1, random_samples(np.random.default_rng(6)), seconds=2.0, waits_s=waits))
     assert tally.values()[0]["stage/drafter/busy"] == 0.25
+
+
+def test_a_worker_that_did_nothing_has_zeros():
+    tally = LineAggregator()
+    samples = random_samples(np.random.default_rng(7))
+    for step, batches in enumerate((2, 4), 1):
+        workers = {"target_0": WorkerTotals(batches, 100 * batches, 1.5), "target_1": WorkerTotals()}
+        tally.add(report_of(step, samples, seconds=2.0, workers=workers))
+    values, _ = tally.values()
+    assert values["worker/target_0/batches"] == 3 and values["worker/target_1/batches"] == 0
+    assert values["worker/target_0/real_tokens_per_s"] == 150 and values["worker/target_0/busy"] == 0.75
+    assert values["worker/target_1/real_tokens_per_s"] == values["worker/target_1/busy"] == 0

@@ -51,6 +51,10 @@ class LineAggregator:
             self._ratio(f"weight_share/tag_{tag}", of_tag.loss.denominator, report.loss.denominator)
             self._sum(f"samples/tag_{tag}", of_tag.samples)
         self._stages(report)
+        for worker, done in report.workers.items():
+            self._sum(f"worker/{worker}/batches", done.batches)
+            self._ratio(f"worker/{worker}/real_tokens_per_s", done.real_tokens, report.seconds)
+            self._ratio(f"worker/{worker}/busy", done.busy_s, report.seconds)
 
     def gauge(self, name: str, value: float) -> None:
         """Set a value that is read rather than counted, such as a queue depth.

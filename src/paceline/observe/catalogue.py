@@ -41,6 +41,7 @@ _PLACEHOLDERS = {
     "term": r"[A-Za-z0-9_.-]{1,200}",
     "tap": r"[0-9]{1,6}",
     "tag": r"[A-Za-z0-9_.:-]{1,200}",
+    "worker": r"[A-Za-z0-9_.:-]{1,200}",
     "metric": r"[a-z0-9_]+(?:/[a-z0-9_]+)?",
 }
 
@@ -70,6 +71,7 @@ _SLOTS = "supervised draft slots of the window"
 _BLOCKS = "blocks (anchors) of the window"
 _BUCKET = "micro-batches of that bucket in the window"
 _DECODED = "held-out prompts, decoded with a checkpoint"
+_WORKER = "one worker process; one that did nothing has 0"
 _WINDOW = "the window: all micro-batches of one optimizer step"
 
 CATALOGUE: tuple[Metric, ...] = (
@@ -208,6 +210,15 @@ CATALOGUE: tuple[Metric, ...] = (
     Metric("queue/{queue}_bytes", "B", "bytes waiting in a channel", "one channel", "last"),
     Metric("memory/{device}_bytes", "B", "memory in use", "a device or process", "last"),
     Metric("memory_peak/{device}_bytes", "B", "most memory in use so far", "a device or process", "max"),
+    # By worker process, such as target_0 or drafter_1.
+    Metric("worker/{worker}/batches", "micro-batch", "micro-batches that it finished", _WORKER, "per_step"),
+    Metric("worker/{worker}/real_tokens_per_s", "token/s", "real tokens that it finished a second", _WORKER, "ratio"),
+    Metric("worker/{worker}/busy", "1", "share of its time that it worked", _WORKER, "ratio"),
+    Metric("worker/{worker}/memory_bytes", "B", "most memory of the process so far", _WORKER, "max"),
+    Metric("worker/{worker}/gpu_memory_bytes", "B", "most memory of its device so far", _WORKER, "max"),
+    Metric("worker/{worker}/power_w", "W", "power of its device, where the machine tells it", _WORKER, "last"),
+    Metric("worker/{worker}/temperature_c", "°C", "temperature of its device", _WORKER, "last"),
+    Metric("worker/{worker}/clock_mhz", "MHz", "clock of its device", _WORKER, "last"),
     # Progress.
     Metric("progress/epoch", "epoch", "0-based epoch", "the run", "last"),
     Metric("progress/window", "window", "0-based window of the epoch", "the run", "last"),
