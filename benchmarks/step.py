@@ -93,7 +93,7 @@ def run_paceline(size: Size, dtype: str, repeats: int, whole: bool) -> dict[str,
     from paceline.drafter.anchors import sample_anchors
     from paceline.drafter.learner import Learner
     from paceline.drafter.spec import DrafterSpec
-    from paceline.types import FeatureBatch, HostBatch, PlannedBatch
+    from paceline.types import FeatureBatch, HostBatch, PlannedBatch, PlannedStep
 
     spec = DrafterSpec(
         num_layers=size.layers, block_size=size.block, hidden_size=size.hidden, intermediate_size=size.inner,
@@ -124,7 +124,7 @@ def run_paceline(size: Size, dtype: str, repeats: int, whole: bool) -> dict[str,
     def step() -> None:
         learner.accumulate(batch)
         count[0] += 1
-        learner.step(step=count[0], epoch=0, window=0, seconds=0.0, waits_s={})
+        learner.step(PlannedStep(count[0], 0, 0, range(0), save=False))
 
     return timed(step, repeats)
 

@@ -12,7 +12,7 @@ from paceline.config import DrafterConfig, ObjectiveConfig, OptimizerConfig
 from paceline.drafter.anchors import sample_anchors
 from paceline.drafter.learner import Learner
 from paceline.drafter.spec import DrafterSpec
-from paceline.types import FeatureBatch, HostBatch, PlannedBatch, StepReport
+from paceline.types import FeatureBatch, HostBatch, PlannedBatch, PlannedStep, StepReport
 
 
 def small_spec(**changes) -> DrafterSpec:
@@ -116,7 +116,7 @@ def make_learner(spec: DrafterSpec, *, dtype="float32", total_steps=50, seed=0, 
 
 
 def close_window(learner: Learner, step: int = 1) -> StepReport:
-    return learner.step(step=step, epoch=0, window=step - 1, seconds=0.5, waits_s={})
+    return replace(learner.step(PlannedStep(step, 0, step - 1, range(0), save=False)), seconds=0.5)
 
 
 def gradient_of(learner: Learner) -> dict[str, torch.Tensor]:

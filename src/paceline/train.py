@@ -152,7 +152,6 @@ def _inline(
     observer: Observer | RemoteObserver,
     saves: CheckpointPolicy,
 ) -> Iterator[StepReport]:
-    from paceline.drafter.stage import with_validation
     from paceline.target_model.load import load_target
     from paceline.target_model.tap_guard import guard_first_batch
 
@@ -162,9 +161,9 @@ def _inline(
     learner = learner_factory(run)()
     writer = checkpoint_writer(run)
     batches = host_batches(run, orders)
-    validation = [tapped(host) for host in validation_batches(run)]
+    for host in validation_batches(run):
+        learner.hold_for_validation(tapped(host))
     profile, peaks = _profile(run), PeakMemory()
-    began = time.perf_counter()
     for order in orders:
         timed = _Stopwatch(observer)
         profile.before(order.step)
@@ -174,12 +173,7 @@ def _inline(
             if order is orders[0] and index == order.batches[0]:
                 guard_first_batch(target, features)
             timed("drafter", f"batch {index}", learner.accumulate, features)
-        now = time.perf_counter()
-        close = functools.partial(learner.step, step=order.step, epoch=order.epoch, window=order.window)
-        report = timed("drafter", f"optimizer step {order.step}", functools.partial(close, seconds=now - began))
-        began = now
-        if order.validate and validation:
-            report = with_validation(report, timed("drafter", "validation", learner.validate, validation))
+        report = timed("drafter", f"optimizer step {order.step}", learner.step, order)
         stopping = stop()
         profile.after(order.step, last=order is orders[-1] or stopping)
         memory = peaks.look()

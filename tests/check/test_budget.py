@@ -58,15 +58,18 @@ def test_weights_gradients_and_states_are_those_of_the_learner(settings: Setting
         total_steps=4,
         seed=0,
     )
-    gradients = learner.optimizer.gradients()
-    learner.optimizer.step(1.0, 0)
+    for parameter in learner.parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    gradients = [parameter.grad.clone() for parameter in learner.parameters]
+    for optimizer in learner.optimizers.values():
+        optimizer.step()
     needed = memory_budget.drafter_bytes(facts, spec, settings, memory_budget.Load(100, 128, 64))
     assert needed["master weights"] == sum(p.numel() * 4 for p in learner.network.parameters())
     assert needed["gradients"] == sum(g.numel() * 4 for g in gradients)
     assert needed["embedding and head"] == table.numel() * 4
     states = [
         tensor
-        for state in learner.optimizer.state_dict().values()
+        for state in learner.state_dict()["optimizer"].values()
         for entry in state["state"].values()
         for tensor in entry.values()
         if isinstance(tensor, torch.Tensor) and tensor.ndim
@@ -92,8 +95,12 @@ def test_pool_is_that_of_the_pipeline(settings: Settings) -> None:
 
 
 def test_roles_that_share_a_device_are_added(settings: Settings) -> None:
-    devices = {"target_devices": ["cuda:0", "cpu"], "drafter_devices": ["cpu"], "verifier_device": "cuda:0"}
-    settings = settings.model_copy(update={"flow": settings.flow.model_copy(update=devices)})
+    devices = {"target_devices": ["cuda:0", "cpu"], "drafter_devices": ["cpu"]}
+    changes = {
+        "flow": settings.flow.model_copy(update=devices),
+        "evaluate": settings.evaluate.model_copy(update={"device": "cuda:0"}),
+    }
+    settings = settings.model_copy(update=changes)
     assert memory_budget.by_device(settings, {"a": 1, "b": 2}, {"c": 10}, {"d": 7}) == {"cuda:0": 10, "cpu": 13}
 
 
@@ -105,11 +112,11 @@ def test_a_worker_on_several_devices_is_shared_out(settings: Settings) -> None:
     assert not memory_budget.overlapping(["cuda:0+cuda:1"], ["cuda:2"], 1)
 
 
-def test_a_verifier_holds_both_models_in_its_own_type(settings: Settings) -> None:
+def test_the_evaluator_holds_both_models_in_its_own_type(settings: Settings) -> None:
     spec = spec_of(settings)
-    assert memory_budget.verifier_bytes(1000, spec, settings) == {}
-    flow = settings.flow.model_copy(update={"verifier_device": "cpu"})
-    held = memory_budget.verifier_bytes(1000, spec, settings.model_copy(update={"flow": flow}))
+    assert memory_budget.evaluator_bytes(1000, spec, settings) == {}
+    evaluate = settings.evaluate.model_copy(update={"device": "cpu"})
+    held = memory_budget.evaluator_bytes(1000, spec, settings.model_copy(update={"evaluate": evaluate}))
     assert (settings.target.dtype, settings.evaluate.dtype) == ("bfloat16", "float32")
     assert held == {
         "weights of the target": 2000,

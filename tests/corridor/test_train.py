@@ -70,7 +70,7 @@ def replayed(settings_file: Path, steps: int) -> dict[str, torch.Tensor]:
     for order in run.orders[:steps]:
         for _ in order.batches:
             learner.accumulate(target.features(next(batches)))
-        learner.step(step=order.step, epoch=order.epoch, window=order.window, seconds=1.0)
+        learner.step(order)
     return learner.state_dict()["network"]
 
 

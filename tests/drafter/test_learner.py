@@ -64,7 +64,7 @@ def test_the_step_divides_once_and_clips():
     learner = make_learner(spec, optimizer={"clip_norm": 0.5})
     expected, _ = window_gradient(make_learner(spec), [make_batch(spec, LENGTHS)])
     seen = {}
-    for optimizer in learner.optimizer._optimizers.values():
+    for optimizer in learner.optimizers.values():
         optimizer.register_step_pre_hook(lambda *_: seen.update(gradient_of(learner)))
     learner.accumulate(make_batch(spec, LENGTHS))
     report = close_window(learner)
@@ -132,7 +132,7 @@ def test_masters_are_float32_and_norms_move():
     for _ in range(100):
         for parameter in learner.network.parameters():
             parameter.grad = torch.full_like(parameter, 0.01)
-        learner.optimizer.step(1.0, learner.steps_done)
+        learner.optimizers["adamw"].step()
     assert weight.dtype == torch.float32
     torch.testing.assert_close(weight.detach(), torch.full_like(weight, 0.940), rtol=0, atol=1e-4)
 
@@ -154,7 +154,7 @@ def test_frozen_tensors_get_no_gradient_and_are_no_state():
     small = make_learner(spec)
     learner = Learner(
         spec, embedding=embedding, head=head, drafter=small.settings, objective=small.objective,
-        optimizer=small.optimizer.config, total_steps=5, seed=0,
+        optimizer=small.optimizer_settings, total_steps=5, seed=0,
     )  # fmt: skip
     before = head.detach().clone()
     learner.accumulate(make_batch(spec, LENGTHS))
@@ -162,9 +162,7 @@ def test_frozen_tensors_get_no_gradient_and_are_no_state():
     assert learner._head.grad is None and learner._embedding.grad is None
     close_window(learner)
     assert torch.equal(head.detach(), before)
-    trained = {
-        id(p) for group in learner.optimizer._optimizers.values() for g in group.param_groups for p in g["params"]
-    }
+    trained = {id(p) for group in learner.optimizers.values() for g in group.param_groups for p in g["params"]}
     assert trained == {id(p) for p in learner.network.parameters()}
     assert set(learner.state_dict()["network"]) == set(learner.network.state_dict())
 
@@ -227,7 +225,7 @@ def test_report_counts_what_the_window_held():
     losses = [report.buckets[number].loss for number in (0, 2)]
     assert sum(loss.numerator for loss in losses) == pytest.approx(report.loss.numerator)
     assert sum(loss.denominator for loss in losses) == pytest.approx(report.loss.denominator)
-    assert report.learning_rate == learner.optimizer.rates.at(0)
+    assert report.learning_rate == learner.rates.at(0)
 
 
 def test_accumulating_never_waits_for_the_device(monkeypatch):
@@ -253,7 +251,7 @@ def test_frozen_tensors_of_another_shape_are_refused():
     with pytest.raises(DrafterError, match=r"embedding is \[60, 16\]"):
         Learner(
             spec, embedding=embedding, head=head, drafter=small.settings, objective=small.objective,
-            optimizer=small.optimizer.config, total_steps=5, seed=0,
+            optimizer=small.optimizer_settings, total_steps=5, seed=0,
         )  # fmt: skip
 
 
@@ -332,7 +330,7 @@ def teacher_learner(spec, teacher=None, **objective) -> Learner:
     small = make_learner(spec)
     return Learner(
         spec, embedding=embedding, head=head, drafter=small.settings, objective=ObjectiveConfig(**objective),
-        optimizer=small.optimizer.config, total_steps=11, seed=0, teacher=teacher,
+        optimizer=small.optimizer_settings, total_steps=11, seed=0, teacher=teacher,
     )  # fmt: skip
 
 
@@ -403,10 +401,12 @@ def test_validation_repeats_and_leaves_the_window_alone():
     learner = make_learner(spec, drafter=drafter)
     clean = make_learner(spec, drafter={"diagnose_share": 1.0})
     batch = make_batch(spec, LENGTHS, num_anchors=9)
+    learner.hold_for_validation(batch)
+    clean.hold_for_validation(batch)
     learner.accumulate(batch)
     before = [p.grad.clone() for p in learner.network.parameters()]
-    found = learner.validate([batch])
-    assert found == learner.validate([batch]) == clean.validate([batch])
+    found = learner.validate()
+    assert found == learner.validate() == clean.validate()
     assert all(torch.equal(a, p.grad) for a, p in zip(before, learner.network.parameters(), strict=True))
     clean.accumulate(batch)
     report, noised = close_window(clean), close_window(learner)

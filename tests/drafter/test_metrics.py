@@ -14,7 +14,7 @@ def test_streaks_are_means_over_blocks():
     tally = WindowMetrics(4, torch.device("cpu"))
     correct = torch.tensor([[True] * 4, [False] * 4])
     tally.add_acceptance(correct, torch.ones(2, 4, dtype=torch.bool))
-    ratios = ratios_of(tally.fetch(torch.zeros(0))[0], 4, 1)
+    ratios = ratios_of(tally.fetch()[0].sums, 4, 1)
     assert 1 + ratios["acceptance/streak"].value == 3.0
     assert [ratios[f"accuracy/slot_{k}"].value for k in (1, 2, 3, 4)] == [0.5] * 4
     assert [ratios[f"acceptance/slot_{k}"].value for k in (1, 2, 3, 4)] == [0.5, 1.0, 1.0, 1.0]
@@ -27,7 +27,7 @@ def test_acceptance_metrics_against_brute_force():
     tally = WindowMetrics(5, torch.device("cpu"))
     for part in (slice(0, 13), slice(13, 60)):
         tally.add_acceptance(torch.from_numpy(correct[part]), torch.from_numpy(live[part]))
-    ratios = ratios_of(tally.fetch(torch.zeros(0))[0], 5, 1)
+    ratios = ratios_of(tally.fetch()[0].sums, 5, 1)
     streaks = [next((j for j in range(5) if not (live[b, j] and correct[b, j])), 5) for b in range(60)]
     assert ratios["acceptance/streak"].value == pytest.approx(sum(streaks) / 60)
     for j in range(5):

@@ -68,7 +68,7 @@ def test_accuracy_and_acceptance(theirs, case):
     correct = torch.from_numpy(logits[:, 1:].argmax(2) == teacher[:, 1:].argmax(2))
     tally = WindowMetrics(SLOTS - 1, torch.device("cpu"))
     tally.add_acceptance(correct, torch.from_numpy(mask[:, 1:]))
-    ratios = ratios_of(tally.fetch(torch.zeros(0))[0], SLOTS - 1, 1)
+    ratios = ratios_of(tally.fetch()[0].sums, SLOTS - 1, 1)
     metrics = theirs["ce fixed-exp-decay"]["metrics"]
     for slot in range(1, SLOTS):
         ratio = ratios[f"accuracy/slot_{slot}"]

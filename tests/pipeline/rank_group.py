@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from paceline.drafter.distributed import any_asks, broadcast_state, check_equal, collective_errors
+from paceline.drafter.distributed import any_rank, broadcast_state, check_equal, collective_errors
 from paceline.pipeline.multinode import RankInfo
 
 
@@ -30,7 +30,7 @@ class RankStage:
             mine = {"a": [weights[0] + self.rank, {"n": self.rank}], "b": (torch.full((), self.rank), "text")}
             yield broadcast_state(mine, self.world, torch.device("cpu"))
         elif name == "asks":
-            yield any_asks(self.rank in values, self.world)
+            yield any_rank(self.rank in values, self.world, torch.device("cpu"))
         elif name == "meet":
             with collective_errors():
                 dist.barrier(group=self.world)

@@ -61,7 +61,7 @@ def test_ranks_take_on_the_first_ones_state_and_ask_together(ranks: list[WorkerP
 def test_a_rank_whose_weights_stray_by_one_bit_ends_the_run(ranks: list[WorkerProcess]) -> None:
     for answer in answers(ranks, ("equal", 2.0**-23)):
         assert isinstance(answer, Failed) and not answer.peer
-        assert "weights of drafter ranks [1] are no longer those of rank 0" in answer.error
+        assert "weights of drafter ranks [1] are not those of rank 0 any more" in answer.error
 
 
 def test_the_killed_rank_is_named_not_the_one_that_misses_it(ranks: list[WorkerProcess]) -> None:

@@ -14,6 +14,7 @@ from paceline.decode.session import TargetSession
 from paceline.errors import TargetError
 from paceline.evaluate.evaluate import evaluate
 from paceline.target_model.tap_guard import TOLERANCE, guard_first_batch
+from paceline.types import PlannedStep
 
 LEARNT, LEARNING = 0.9, 0.5
 """Slot accuracy on the few samples at which the overfit passes, and below which it fails unless the loss halved."""
@@ -94,7 +95,7 @@ def overfit(bench: CheckContext) -> Overfit:
     accuracy = 0.0
     while len(losses) < bench.limits.steps:
         learner.accumulate(bench.few)
-        report = learner.step(step=len(losses) + 1, epoch=0, window=len(losses), seconds=0.0)
+        report = learner.step(PlannedStep(len(losses) + 1, 0, len(losses), range(0), save=False))
         losses.append(report.loss.value)
         accuracy = report.ratios["accuracy/all"].value
         if accuracy >= 0.99 or time.perf_counter() - began > bench.limits.seconds:

@@ -17,7 +17,7 @@ from paceline.check.model_checks import weights_bytes
 from paceline.check.sample_data import collated
 from paceline.config import devices_of
 from paceline.drafter.learner import Learner
-from paceline.types import FeatureBatch
+from paceline.types import FeatureBatch, PlannedStep
 
 ROOM = 0.9
 """Share of a device's memory above which a run is close to the edge."""
@@ -61,7 +61,7 @@ def train_once(bench: CheckContext, learner: Learner, index: int, step: int) -> 
     bench.wait()
     middle = time.perf_counter()
     learner.accumulate(features)
-    learner.step(step=step, epoch=0, window=0, seconds=0.0)
+    learner.step(PlannedStep(step, 0, 0, range(0), save=False))
     bench.wait()
     return middle - began, time.perf_counter() - middle, features
 

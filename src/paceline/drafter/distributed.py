@@ -1,11 +1,15 @@
-"""What drafter ranks do together: gradients are added up on the devices, counters on the hosts; all start as one."""
+"""What drafter ranks do together: add gradients on the devices and counters on the hosts, compare, start alike.
+
+Only tensors and MessagePack cross the network, never pickles: what a rank receives cannot run code.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
+import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -13,7 +17,10 @@ from torch import Tensor
 
 from paceline.errors import DrafterError, PeerError
 
-Counts = dict[int, tuple[int, int, int, int, int]]
+Plain = TypeVar("Plain")
+
+TENSOR = "__tensor__"
+"""Key of what takes a tensor's place in the outline of a state: its type and shape."""
 
 
 def add_gradients(gradients: Sequence[Tensor], world: dist.ProcessGroup) -> None:
@@ -23,55 +30,56 @@ def add_gradients(gradients: Sequence[Tensor], world: dist.ProcessGroup) -> None
             dist.all_reduce(gradient, group=world)
 
 
-def add_counters(
-    counts: Counts, batches: list[int], sums: dict[str, np.ndarray], max_length: int, world: dist.ProcessGroup
-) -> tuple[Counts, list[int], dict[str, np.ndarray], int]:
-    """Bucket counters, batch indices and sums of all ranks together, in rank order, and their longest sample."""
-    everyone: list[Any] = [None] * dist.get_world_size(world)
+def gather_plain(value: Plain, kind: type[Plain], world: dist.ProcessGroup, device: torch.device) -> list[Plain]:
+    """Every rank's value, in rank order.
+
+    Args:
+        value: plain values, arrays and dataclasses of them; arrays arrive as lists.
+        kind: type of the value, to which what arrives is checked.
+        world: the group.
+        device: where the bytes cross.
+    """
+    mine = _encoded(value, device)
     with collective_errors():
-        dist.all_gather_object(everyone, (counts, batches, sums, max_length), group=world)
-    all_counts: Counts = {}
-    all_sums: dict[str, np.ndarray] = {}
-    for their_counts, _, their_sums, _ in everyone:
-        for number, values in their_counts.items():
-            before = all_counts.get(number, (0, 0, 0, 0, 0))
-            a, b, c, d, e = (x + y for x, y in zip(before, values, strict=True))
-            all_counts[number] = (a, b, c, d, e)
-        for name, array in their_sums.items():
-            all_sums[name] = all_sums[name] + array if name in all_sums else array
-    longest = max(length for *_, length in everyone)
-    return all_counts, [index for _, theirs, *_ in everyone for index in theirs], all_sums, longest
+        sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size(world))]
+        dist.all_gather(sizes, torch.tensor([len(mine)], device=device), group=world)
+        counts = [int(size) for size in sizes]
+        padded = torch.zeros(max(counts), dtype=torch.uint8, device=device)
+        padded[: len(mine)] = mine
+        everyone = [torch.empty_like(padded) for _ in counts]
+        dist.all_gather(everyone, padded, group=world)
+    return [
+        msgspec.msgpack.decode(theirs[:count].cpu().numpy().tobytes(), type=kind)
+        for theirs, count in zip(everyone, counts, strict=True)
+    ]
 
 
-def any_asks(asked: bool, world: dist.ProcessGroup) -> bool:
+def any_rank(asked: bool, world: dist.ProcessGroup, device: torch.device) -> bool:
     """Whether any rank asks; the same answer on all of them."""
-    everyone: list[Any] = [None] * dist.get_world_size(world)
-    with collective_errors():
-        dist.all_gather_object(everyone, asked, group=world)
-    return any(everyone)
+    return any(gather_plain(asked, bool, world, device))
 
 
 def check_equal(parameters: Sequence[Tensor], world: dist.ProcessGroup) -> None:
-    """Refuse to go on with ranks whose weights are not the same, bit for bit.
+    """Refuse to continue with ranks whose weights are not the same, bit for bit.
 
     Raises:
         DrafterError: names the ranks that differ from the first.
     """
     sums = [parameter.detach().view(torch.int32).sum(dtype=torch.int64) for parameter in parameters]
-    mine = [int(value) for value in torch.stack(sums).cpu()]
-    everyone: list[Any] = [None] * dist.get_world_size(world)
+    mine = torch.stack(sums)
+    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(world))]
     with collective_errors():
-        dist.all_gather_object(everyone, mine, group=world)
-    others = [rank for rank, theirs in enumerate(everyone) if theirs != everyone[0]]
+        dist.all_gather(everyone, mine, group=world)
+    others = [rank for rank, theirs in enumerate(everyone) if not torch.equal(theirs, everyone[0])]
     if others:
         raise DrafterError(
-            f"the weights of drafter ranks {others} are no longer those of rank 0; start again from the newest "
+            f"the weights of drafter ranks {others} are not those of rank 0 any more; start again from the newest "
             "checkpoint, and look at those devices"
         )
 
 
 def broadcast_state(state: Any, world: dist.ProcessGroup, device: torch.device) -> Any:
-    """The first rank's state on every rank: plain values as they are, tensors one after another.
+    """The first rank's state on every rank: its outline as plain values, then one tensor after another.
 
     Args:
         state: nested dicts and lists of tensors and plain values; used on the first rank only.
@@ -79,54 +87,72 @@ def broadcast_state(state: Any, world: dist.ProcessGroup, device: torch.device) 
         device: where tensors cross.
 
     Returns:
-        The state, its tensors in host memory.
+        The state, its tensors in host memory; tuples arrive as lists.
     """
-    tensors: list[Tensor] = []
+    first = dist.get_rank(world) == 0
+    encoded = _encoded(_outline(state), device) if first else torch.empty(0, dtype=torch.uint8, device=device)
     with collective_errors():
-        shape = [_without_tensors(state, tensors)]
-        dist.broadcast_object_list(shape, src=0, group=world, device=device)
-        described: list[Any] = [[(tuple(tensor.shape), tensor.dtype) for tensor in tensors]]
-        dist.broadcast_object_list(described, src=0, group=world, device=device)
-        received = []
-        for place, (size, dtype) in enumerate(described[0]):
-            first = dist.get_rank(world) == 0
-            here = tensors[place].to(device) if first else torch.empty(size, dtype=dtype, device=device)
-            dist.broadcast(here, src=0, group=world)
-            received.append(here.cpu())
-    return _with_tensors(shape[0], received)
+        size = torch.tensor([len(encoded)], device=device)
+        dist.broadcast(size, src=0, group=world)
+        if not first:
+            encoded = torch.empty(int(size), dtype=torch.uint8, device=device)
+        dist.broadcast(encoded, src=0, group=world)
+        outline = msgspec.msgpack.decode(encoded.cpu().numpy().tobytes())
+        return _received(outline, state if first else None, world, device)
 
 
 @contextmanager
 def collective_errors() -> Generator[None, None, None]:
-    """What a collective raises when another rank is gone, as a `PeerError`."""
+    """What a collective raises when another rank is gone, as a `PeerError`; errors of this rank's own device pass.
+
+    CUDA reports an error of a kernel at a later call, which may be a collective (`torch.AcceleratorError`).
+    """
     try:
         yield
-    except torch.OutOfMemoryError:
+    except (torch.OutOfMemoryError, torch.AcceleratorError):
         raise
     except RuntimeError as error:
+        if "CUDA error" in str(error):
+            raise
         raise PeerError(f"another drafter rank is gone ({str(error).splitlines()[0]})") from error
 
 
-class _Place(int):
-    """Where a tensor was."""
+def _encoded(value: Any, device: torch.device) -> Tensor:
+    data = msgspec.msgpack.encode(value, enc_hook=_plain)
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
 
 
-def _without_tensors(value: Any, tensors: list[Tensor]) -> Any:
+def _plain(value: Any) -> Any:
+    if isinstance(value, (np.ndarray, np.generic)):
+        return value.tolist()
+    raise TypeError(f"{type(value).__name__} does not cross between ranks")
+
+
+def _outline(value: Any) -> Any:
+    """The state with each tensor replaced by its type and shape."""
     if isinstance(value, Tensor):
-        tensors.append(value.detach())
-        return _Place(len(tensors) - 1)
+        return {TENSOR: [str(value.dtype).removeprefix("torch."), list(value.shape)]}
     if isinstance(value, dict):
-        return {key: _without_tensors(inner, tensors) for key, inner in value.items()}
+        return {key: _outline(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_without_tensors(inner, tensors) for inner in value]
+        return [_outline(inner) for inner in value]
     return value
 
 
-def _with_tensors(value: Any, tensors: list[Tensor]) -> Any:
-    if isinstance(value, _Place):
-        return tensors[value]
-    if isinstance(value, dict):
-        return {key: _with_tensors(inner, tensors) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_with_tensors(inner, tensors) for inner in value]
-    return value
+def _received(outline: Any, mine: Any, world: dist.ProcessGroup, device: torch.device) -> Any:
+    """The state of an outline; `mine` is the first rank's state, None on the others."""
+    if isinstance(outline, dict) and TENSOR in outline:
+        kind, shape = outline[TENSOR]
+        here = torch.empty(shape, dtype=getattr(torch, kind), device=device) if mine is None else mine.to(device)
+        dist.broadcast(here, src=0, group=world)
+        return here.cpu()
+    if isinstance(outline, dict):
+        return {
+            key: _received(inner, None if mine is None else mine[key], world, device) for key, inner in outline.items()
+        }
+    if isinstance(outline, list):
+        return [
+            _received(inner, None if mine is None else mine[place], world, device)
+            for place, inner in enumerate(outline)
+        ]
+    return outline

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -23,21 +25,21 @@ from paceline.config.drafter import DrafterConfig
 from paceline.config.objective import ObjectiveConfig
 from paceline.config.optimizer import OptimizerConfig
 from paceline.drafter.block_inputs import BlockInputs, build_blocks
-from paceline.drafter.distributed import add_counters, add_gradients
+from paceline.drafter.distributed import add_gradients, gather_plain
 from paceline.drafter.host_copy import copy_to_host
 from paceline.drafter.loss import choose_head
 from paceline.drafter.loss.distillation import SlotLosses, Teacher, distillation_loss
 from paceline.drafter.loss.weights import SLOT_WEIGHTS, default_gamma, normalize_weights, sum_by_document
-from paceline.drafter.metrics import WindowMetrics, bucket_totals, ratios_of, sample_losses
+from paceline.drafter.metrics import WindowMetrics, WindowTotals, bucket_totals, ratios_of, sample_losses
 from paceline.drafter.network import Drafter
 from paceline.drafter.noise import add_noise, noise_ratio
-from paceline.drafter.optimizer import MasterOptimizer
+from paceline.drafter.optimizer import learning_rates, make_optimizers
 from paceline.drafter.schedule import Schedule, ramp
 from paceline.drafter.spec import DrafterSpec
 from paceline.drafter.split_batch import split_batch
 from paceline.drafter.tree_metrics import diagnose, diagnosis_ratios, evenly_spaced
 from paceline.errors import DrafterError
-from paceline.types import FeatureBatch, HostBatch, Ratio, StepReport
+from paceline.types import FeatureBatch, HostBatch, PlannedStep, Ratio, StepReport
 
 COMPUTE_TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -95,7 +97,9 @@ class Learner:
         tied = head.data_ptr() == embedding.data_ptr()
         self._head = self._embedding if tied else head.detach().to(self.device, self.dtype)
         self.network = Drafter(spec, attention=drafter.attention, seed=seed).to(self.device)
-        self.optimizer = MasterOptimizer(self.network, optimizer, total_steps)
+        self.parameters = list(self.network.parameters())
+        self.optimizer_settings, self.optimizers = optimizer, make_optimizers(self.network, optimizer)
+        self.rates = learning_rates(optimizer, total_steps)
         self.seed, self.teacher = seed, teacher
         gamma = objective.gamma or default_gamma(spec.block_size)
         self.gammas = ramp(objective, gamma, objective.gamma_end, total_steps)
@@ -103,7 +107,9 @@ class Learner:
         self.noise_ratios = noise_ratio(drafter.noise, total_steps)
         self.steps_done = 0
         self.skipped_in_row = 0
-        self._tally = WindowMetrics(spec.num_drafts, self.device)
+        self._window = WindowMetrics(spec.num_drafts, self.device)
+        self._validation: list[FeatureBatch] = []
+        self._step_ended = time.perf_counter()
 
     def accumulate(self, batch: FeatureBatch) -> None:
         """Adds a micro-batch to the open window: its undivided gradient, loss and metrics.
@@ -111,7 +117,7 @@ class Learner:
         Batches above `positions_per_pass` draft positions are computed in parts of whole samples. A batch without
         any anchor takes part in the window and contributes nothing.
         """
-        self._tally.count(batch.host)
+        self._window.count(batch.host)
         self._require_teacher(batch)
         features, last = self._moved(batch)
         ratio = self.noise_ratios.at(self.steps_done)
@@ -119,80 +125,76 @@ class Learner:
             features, energies = add_noise(
                 features, batch.host, len(self.spec.taps), self.settings.noise.kind, ratio, self.seed
             )
-            self._tally.add("noise", energies.flatten())
+            self._window.add("noise", energies.flatten())
         every = self.settings.diagnose_every
         diagnosing = bool(every) and self.steps_done % every == 0
         for part in split_batch(batch.host, self.spec.block_size, self.settings.positions_per_pass):
             teacher_input = last[part.tokens] if last is not None else None
-            total = self._measure(part.host, features[part.tokens], teacher_input, self._tally, diagnosing)
+            total = self._measure(part.host, features[part.tokens], teacher_input, self._window, diagnosing)
             if total is not None:
                 total.backward()
 
-    @torch.no_grad()
-    def validate(self, batches: Iterable[FeatureBatch]) -> dict[str, Ratio]:
-        """The metrics of training on held-out batches: no noise, no gradient, nothing of the open window touched.
+    def hold_for_validation(self, batch: FeatureBatch) -> None:
+        """Keep a held-out batch, collated with anchors of a fixed epoch: `step` measures it when that is planned."""
+        self._require_teacher(batch)
+        self._validation.append(batch)
+        self._step_ended = time.perf_counter()
 
-        Args:
-            batches: collated with anchors of a fixed epoch, so that every evaluation sees the same blocks.
+    @torch.no_grad()
+    def validate(self) -> dict[str, Ratio]:
+        """The metrics of training on the held-out batches: no noise, no gradient, nothing of the open window touched.
 
         Returns:
             ``loss`` and all ratios of `StepReport.ratios` that depend on the batches.
         """
-        tally = WindowMetrics(self.spec.num_drafts, self.device)
-        for batch in batches:
-            self._require_teacher(batch)
+        metrics = WindowMetrics(self.spec.num_drafts, self.device)
+        for batch in self._validation:
             features, last = self._moved(batch)
             for part in split_batch(batch.host, self.spec.block_size, self.settings.positions_per_pass):
                 teacher_input = last[part.tokens] if last is not None else None
-                self._measure(part.host, features[part.tokens], teacher_input, tally, diagnosing=True)
-        sums, _ = tally.fetch(torch.zeros(0, device=self.device))
-        return {"loss": _loss(sums), **self._ratios(sums)}
+                self._measure(part.host, features[part.tokens], teacher_input, metrics, diagnosing=True)
+        totals, _ = metrics.fetch()
+        return {"loss": totals.loss, **self._ratios(totals)}
 
-    def step(
-        self, *, step: int, epoch: int, window: int, seconds: float, waits_s: Mapping[str, float] | None = None
-    ) -> StepReport:
-        """Closes the window: divides its gradient once by its weight, clips, steps and clears.
+    def step(self, planned: PlannedStep) -> StepReport:
+        """Closes the window: divides its gradient once by its weight, clips, steps and clears; validates if planned.
 
         A window whose gradient is not finite moves nothing and is reported as skipped; a window without any
-        supervised draft moves nothing either.
-
-        Args:
-            step: 1-based optimizer step.
-            epoch, window: where in the plan.
-            seconds: wall time since the previous step ended.
-            waits_s: seconds by stage and state.
+        supervised draft moves nothing either. The report's `seconds` count from the end of the step before.
 
         Raises:
             DrafterError: too many windows in a row had a gradient that is not finite; names their samples.
         """
-        tally, self._tally = self._tally, WindowMetrics(self.spec.num_drafts, self.device)
-        counts, batches, max_length = tally.bucket_counts(), tally.batches, tally.max_length
+        seconds = time.perf_counter() - self._step_ended
+        window, self._window = self._window, WindowMetrics(self.spec.num_drafts, self.device)
+        gradients = self._gradients()
         if self.world is not None:
-            add_gradients(self.optimizer.gradients(), self.world)
-        sums, (norm, unmoved, norm_weights) = tally.fetch(torch.stack([self.optimizer.norm(), *self._norms_unmoved()]))
+            add_gradients(gradients, self.world)
+        totals, (norm, unmoved, num_norms) = window.fetch(
+            torch.nn.utils.get_total_norm(gradients), *self._norms_unmoved()
+        )
         if self.world is not None:
-            counts, batches, sums, max_length = add_counters(counts, batches, sums, max_length, self.world)
-        loss = _loss(sums)
-        rate = self.optimizer.rates.at(self.steps_done)
-        gradient_norm = float(norm) / loss.denominator if loss.denominator else float(norm)
+            totals = WindowTotals.merged(gather_plain(totals, WindowTotals, self.world, self.device))
+        loss, rate = totals.loss, self.rates.at(self.steps_done)
+        gradient_norm = norm / loss.denominator if loss.denominator else norm
         finite = math.isfinite(gradient_norm) and math.isfinite(loss.numerator)
-        self._move(loss.denominator, gradient_norm, finite)
-        if self.skipped_in_row >= self.optimizer.config.max_skipped_steps:
-            raise DrafterError(self._not_finite(tally, sums, step))
-        buckets = bucket_totals(counts, sums)
-        ratios = self._ratios(sums) | self._scheduled(self.steps_done - 1)
-        ratios["norms/unmoved"] = Ratio(float(unmoved), float(norm_weights))
+        self._move(gradients, loss.denominator, gradient_norm, finite)
+        if self.skipped_in_row >= self.optimizer_settings.max_skipped_steps:
+            raise DrafterError(self._not_finite(window, totals, planned.step))
+        buckets = bucket_totals(totals)
+        ratios = self._ratios(totals) | self._scheduled(self.steps_done - 1)
+        ratios["norms/unmoved"] = Ratio(unmoved, num_norms)
         anchors = sum(bucket.anchors for bucket in buckets.values())
-        return StepReport(
-            step=step,
-            epoch=epoch,
-            window=window,
+        report = StepReport(
+            step=planned.step,
+            epoch=planned.epoch,
+            window=planned.window,
             loss=loss,
             ratios=ratios,
             buckets=buckets,
-            batches=batches,
+            batches=totals.batches,
             gradient_norm=gradient_norm,
-            clipped=finite and gradient_norm > self.optimizer.config.clip_norm,
+            clipped=finite and gradient_norm > self.optimizer_settings.clip_norm,
             skipped=not finite,
             learning_rate=rate,
             samples=sum(bucket.samples for bucket in buckets.values()),
@@ -201,21 +203,37 @@ class Learner:
             padded_tokens=sum(bucket.padded_tokens for bucket in buckets.values()),
             draft_positions=anchors * self.spec.block_size,
             seconds=seconds,
-            waits_s=dict(waits_s or {}),
-            max_length=max_length,
-            sample_losses=sample_losses(sums),
+            max_length=totals.max_length,
+            sample_losses=sample_losses(totals.sums),
         )
+        if planned.validate and self._validation:
+            held_out = {f"validation/{name}": ratio for name, ratio in self.validate().items()}
+            report = replace(report, ratios={**ratios, **held_out})
+        self._step_ended = time.perf_counter()
+        return report
 
-    def _move(self, weight: float, gradient_norm: float, finite: bool) -> None:
+    def _gradients(self) -> list[Tensor]:
+        """Gradients of all parameters; zeros where nothing reached one."""
+        for parameter in self.parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        return [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+
+    def _move(self, gradients: list[Tensor], weight: float, gradient_norm: float, finite: bool) -> None:
         """Clip, step and clear; a window without weight moves nothing and leaves the count of skipped steps alone."""
         if finite and weight:
-            clip = self.optimizer.config.clip_norm
+            clip = self.optimizer_settings.clip_norm
             shrink = min(1.0, clip / gradient_norm) if gradient_norm else 1.0
-            self.optimizer.step(shrink / weight, self.steps_done)
+            torch._foreach_mul_(gradients, shrink / weight)
+            for optimizer in self.optimizers.values():
+                for group in optimizer.param_groups:
+                    group["lr"] = self.rates.at(self.steps_done)
+                optimizer.step()
             self.skipped_in_row = 0
         elif not finite:
             self.skipped_in_row += 1
-        self.optimizer.clear()
+        for parameter in self.parameters:
+            parameter.grad = None
         self.steps_done += 1
 
     def state_dict(self, into: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -226,7 +244,7 @@ class Learner:
         """
         state = {
             "network": self.network.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
+            "optimizer": {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()},
             "steps_done": self.steps_done,
             "skipped_in_row": self.skipped_in_row,
         }
@@ -235,17 +253,18 @@ class Learner:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes on what `state_dict` gave; the next window trains exactly as if the run had never stopped."""
         self.network.load_state_dict(dict(state["network"]))
-        self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
+        for name, optimizer in self.optimizers.items():
+            optimizer.load_state_dict(copy.deepcopy(state["optimizer"][name]))
         self.steps_done = int(state["steps_done"])
         self.skipped_in_row = int(state["skipped_in_row"])
 
     def _measure(
-        self, host: HostBatch, features: Tensor, last_hidden: Tensor | None, tally: WindowMetrics, diagnosing: bool
+        self, host: HostBatch, features: Tensor, last_hidden: Tensor | None, metrics: WindowMetrics, diagnosing: bool
     ) -> Tensor | None:
-        """Σ weighted loss of some samples, differentiable; their metrics go to the tally. None without anchors."""
+        """Σ weighted loss of some samples, differentiable; their metrics go to the metrics. None without anchors."""
         table = build_blocks(host, self.spec)
         if not len(table.rows):
-            tally.add_samples(host.planned.index, torch.zeros(len(host.lengths), 2, device=self.device))
+            metrics.add_samples(host.planned.index, torch.zeros(len(host.lengths), 2, device=self.device))
             return None
         hidden = self._hidden(host, features, table)
         found = self._losses(hidden.flatten(0, 1), table, last_hidden)
@@ -262,18 +281,18 @@ class Learner:
         weights = normalize_weights(weights, anchor_counts, self.objective.weighting)
         weighted = weights * grid(found.loss)
         total = weighted.sum()
-        tally.add_loss(host.planned.bucket, host.planned.index, total, weights.sum())
+        metrics.add_loss(host.planned.bucket, host.planned.index, total, weights.sum())
         by_anchor = torch.stack([weighted.detach().sum(1), weights.sum(1)], dim=1)
-        tally.add_samples(host.planned.index, sum_by_document(by_anchor, anchor_counts))
-        tally.add_acceptance(grid(found.correct), live)
+        metrics.add_samples(host.planned.index, sum_by_document(by_anchor, anchor_counts))
+        metrics.add_acceptance(grid(found.correct), live)
         for name, values in found.terms.items():
-            tally.add(f"term/{name}", torch.stack([values.sum(), torch.full_like(values[0], len(values))]))
+            metrics.add(f"term/{name}", torch.stack([values.sum(), torch.full_like(values[0], len(values))]))
         if diagnosing:
             chosen = evenly_spaced(len(table.live), self.settings.diagnose_share)
             first, some = self.spec.first_draft_slot, self._on_device(chosen)
             labels = self._on_device(table.labels[chosen])
             drafting = hidden.detach().index_select(0, some)[:, first : first + self.spec.num_drafts]
-            diagnose(drafting, self._head, labels, live[some], self.settings.head_chunk, tally)
+            diagnose(drafting, self._head, labels, live[some], self.settings.head_chunk, metrics)
         return total
 
     def _losses(self, hidden: Tensor, table: BlockInputs, last_hidden: Tensor | None) -> SlotLosses:
@@ -299,8 +318,8 @@ class Learner:
                 "target stage did not send them; have it send them, or use ce alone"
             )
 
-    def _ratios(self, sums: dict[str, np.ndarray]) -> dict[str, Ratio]:
-        first = self.spec.first_draft_slot
+    def _ratios(self, totals: WindowTotals) -> dict[str, Ratio]:
+        sums, first = totals.sums, self.spec.first_draft_slot
         ratios = ratios_of(sums, self.spec.num_drafts, first) | diagnosis_ratios(sums, first)
         for name in self.shares:
             total, count = sums.get(f"term/{name}", np.zeros(2))
@@ -324,23 +343,18 @@ class Learner:
 
     def _norms_unmoved(self) -> tuple[Tensor, Tensor]:
         """(norm weights that still are exactly 1, norm weights): a stuck drafter shows here."""
-        norms = torch.cat([p.detach() for p in self.optimizer.parameters if p.ndim == 1])
+        norms = torch.cat([p.detach() for p in self.parameters if p.ndim == 1])
         return (norms == 1).sum().float(), torch.full((), float(norms.numel()), device=self.device)
 
-    def _not_finite(self, tally: WindowMetrics, sums: dict[str, np.ndarray], step: int) -> str:
-        bad = [index for index in tally.rows if not np.isfinite(sums.get(f"batch/{index}", np.zeros(2))).all()]
-        named = bad or list(tally.rows)
-        samples = [int(row) for index in named for row in tally.rows[index]]
+    def _not_finite(self, window: WindowMetrics, totals: WindowTotals, step: int) -> str:
+        sums = totals.sums
+        bad = [index for index in window.rows if not np.isfinite(sums.get(f"batch/{index}", np.zeros(2))).all()]
+        named = bad or list(window.rows)
+        samples = [int(row) for index in named for row in window.rows[index]]
         return (
             f"step {step}: gradient not finite {self.skipped_in_row} steps in a row; last in batches {named}, samples "
             f"{samples[:20]}{' ...' if len(samples) > 20 else ''}; look at their features, or lower optimizer.lr"
         )
-
-
-def _loss(sums: Mapping[str, np.ndarray]) -> Ratio:
-    """(Σ weighted loss, Σ weight) over all buckets."""
-    pairs = [values for name, values in sums.items() if name.startswith("loss/")]
-    return Ratio(float(sum(pair[0] for pair in pairs)), float(sum(pair[1] for pair in pairs)))
 
 
 def _share_schedules(objective: ObjectiveConfig, total_steps: int) -> dict[str, Schedule]:

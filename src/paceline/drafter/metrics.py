@@ -5,7 +5,9 @@ Shape letters: A anchors, J drafts of a block.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,7 +17,7 @@ from paceline.types import BucketTotals, HostBatch, Ratio
 
 
 @dataclass(slots=True)
-class _Bucket:
+class BucketCounts:
     """Host counters of one bucket."""
 
     micro_batches: int = 0
@@ -23,6 +25,51 @@ class _Bucket:
     anchors: int = 0
     real_tokens: int = 0
     padded_tokens: int = 0
+
+    def add(self, other: BucketCounts) -> None:
+        """Add the counters of the same bucket elsewhere."""
+        self.micro_batches += other.micro_batches
+        self.samples += other.samples
+        self.anchors += other.anchors
+        self.real_tokens += other.real_tokens
+        self.padded_tokens += other.padded_tokens
+
+
+@dataclass(slots=True)
+class WindowTotals:
+    """A window on the host: plain values, so that ranks can send them to one another.
+
+    Attributes:
+        buckets: counters by bucket number.
+        batches: plan indices of the micro-batches.
+        sums: vectors by name, float64.
+        max_length: longest sample in tokens.
+    """
+
+    buckets: dict[int, BucketCounts] = field(default_factory=dict)
+    batches: list[int] = field(default_factory=list)
+    sums: dict[str, Any] = field(default_factory=dict)
+    max_length: int = 0
+
+    @staticmethod
+    def merged(parts: Sequence[WindowTotals]) -> WindowTotals:
+        """The same window over several ranks, added up in rank order."""
+        whole = WindowTotals()
+        for part in parts:
+            for number, counts in part.buckets.items():
+                whole.buckets.setdefault(number, BucketCounts()).add(counts)
+            for name, values in part.sums.items():
+                array = np.asarray(values, np.float64)
+                whole.sums[name] = whole.sums[name] + array if name in whole.sums else array
+            whole.batches += part.batches
+            whole.max_length = max(whole.max_length, part.max_length)
+        return whole
+
+    @property
+    def loss(self) -> Ratio:
+        """(Σ weighted loss, Σ weight) over all buckets."""
+        pairs = [values for name, values in self.sums.items() if name.startswith("loss/")]
+        return Ratio(float(sum(pair[0] for pair in pairs)), float(sum(pair[1] for pair in pairs)))
 
 
 class WindowMetrics:
@@ -37,22 +84,16 @@ class WindowMetrics:
         self.num_drafts = num_drafts
         self._device = device
         self._sums: dict[str, Tensor] = {}
-        self._buckets: dict[int, _Bucket] = {}
-        self.batches: list[int] = []
+        self._totals = WindowTotals()
         self.rows: dict[int, np.ndarray] = {}
-        self.max_length = 0
 
     def count(self, host: HostBatch) -> None:
         """A micro-batch that takes part in the window."""
-        planned = host.planned
-        bucket = self._buckets.setdefault(planned.bucket, _Bucket())
-        bucket.micro_batches += 1
-        bucket.samples += len(host.lengths)
-        bucket.anchors += len(host.anchors)
-        bucket.real_tokens += int(host.lengths.sum())
-        bucket.padded_tokens += planned.padded_tokens
-        self.max_length = max(self.max_length, int(host.lengths.max(initial=0)))
-        self.batches.append(planned.index)
+        planned, totals = host.planned, self._totals
+        counts = BucketCounts(1, len(host.lengths), len(host.anchors), int(host.lengths.sum()), planned.padded_tokens)
+        totals.buckets.setdefault(planned.bucket, BucketCounts()).add(counts)
+        totals.max_length = max(totals.max_length, int(host.lengths.max(initial=0)))
+        totals.batches.append(planned.index)
         self.rows[planned.index] = planned.rows
 
     def add(self, name: str, values: Tensor) -> None:
@@ -80,21 +121,15 @@ class WindowMetrics:
             self.add(name, values.sum(0))
         self.add("blocks", torch.full((1,), len(live), device=live.device))
 
-    def fetch(self, extra: Tensor) -> tuple[dict[str, np.ndarray], np.ndarray]:
-        """All sums by name, and `extra` (a vector), in the window's only transfer to the host."""
+    def fetch(self, *extra: Tensor) -> tuple[WindowTotals, list[float]]:
+        """All sums by name, and `extra` scalars, in the window's only transfer to the host."""
         names = list(self._sums)
         parts = [self._sums[name].reshape(-1) for name in names]
-        flat = torch.cat([*parts, extra.reshape(-1).double()]).cpu().numpy()
-        edges = np.cumsum([len(part) for part in parts])
-        pieces = np.split(flat, edges)
-        return dict(zip(names, pieces[:-1], strict=True)), pieces[-1]
-
-    def bucket_counts(self) -> dict[int, tuple[int, int, int, int, int]]:
-        """Micro-batches, samples, anchors, real and padded tokens by bucket."""
-        return {
-            number: (b.micro_batches, b.samples, b.anchors, b.real_tokens, b.padded_tokens)
-            for number, b in self._buckets.items()
-        }
+        scalars = torch.stack([value.double() for value in extra]) if extra else torch.zeros(0, device=self._device)
+        flat = torch.cat([*parts, scalars.double()]).cpu().numpy()
+        pieces = np.split(flat, np.cumsum([len(part) for part in parts]))
+        self._totals.sums = dict(zip(names, pieces[:-1], strict=True))
+        return self._totals, pieces[-1].tolist()
 
 
 def ratios_of(sums: dict[str, np.ndarray], num_drafts: int, first: int) -> dict[str, Ratio]:
@@ -105,7 +140,7 @@ def ratios_of(sums: dict[str, np.ndarray], num_drafts: int, first: int) -> dict[
     - ``acceptance/streak``: accepted drafts before the first mismatch or unsupervised slot, over blocks; τ = 1 + value.
 
     Args:
-        sums: of `WindowTally.fetch`.
+        sums: of `WindowTotals`.
         num_drafts: J.
         first: slot of the first draft.
     """
@@ -133,12 +168,17 @@ def sample_losses(sums: dict[str, np.ndarray]) -> dict[int, np.ndarray]:
     }
 
 
-def bucket_totals(
-    counts: dict[int, tuple[int, int, int, int, int]], sums: dict[str, np.ndarray]
-) -> dict[int, BucketTotals]:
+def bucket_totals(totals: WindowTotals) -> dict[int, BucketTotals]:
     """Each bucket's share of a window, by number in ascending order."""
-    totals = {}
-    for number in sorted(counts):
-        loss = sums.get(f"loss/{number}", np.zeros(2))
-        totals[number] = BucketTotals(Ratio(float(loss[0]), float(loss[1])), *counts[number])
-    return totals
+    found = {}
+    for number, counts in sorted(totals.buckets.items()):
+        loss = totals.sums.get(f"loss/{number}", np.zeros(2))
+        found[number] = BucketTotals(
+            Ratio(float(loss[0]), float(loss[1])),
+            counts.micro_batches,
+            counts.samples,
+            counts.anchors,
+            counts.real_tokens,
+            counts.padded_tokens,
+        )
+    return found

@@ -1,15 +1,13 @@
-"""The worker of one drafter device: features in, optimizer steps and checkpoints out."""
+"""The stage of one drafter device: features in, optimizer steps and checkpoints out."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
 
-from paceline.drafter.distributed import any_asks, check_equal
+from paceline.drafter.distributed import any_rank, check_equal
 from paceline.drafter.learner import Learner
 from paceline.errors import DrafterError
 from paceline.pipeline.feature_pool import FeaturePool
@@ -23,17 +21,11 @@ from paceline.pipeline.messages import (
     TakeStep,
 )
 from paceline.pipeline.profiler import StepProfile
-from paceline.types import FeatureBatch, Ratio, StepReport
+from paceline.types import FeatureBatch
 
 
-def with_validation(report: StepReport, found: Mapping[str, Ratio]) -> StepReport:
-    """The report with the metrics of the validation batches under ``validation/``."""
-    named = {f"validation/{name}": ratio for name, ratio in found.items()}
-    return replace(report, ratios={**report.ratios, **named})
-
-
-class Keep(Protocol):
-    """Writes the learner's state in the background, one after another."""
+class StateWriter(Protocol):
+    """Writes states of the learner in the background, one after another."""
 
     def spare(self) -> dict[str, Any] | None:
         """The state that was written last, whose memory may be used again; waits until it is written."""
@@ -58,17 +50,17 @@ class DrafterStage:
     Args:
         build: makes the learner, with the state of a checkpoint where the run goes on.
         pool: buffers that features are read from.
-        keep: writes the state.
+        writer: writes checkpoints.
         profile: steps that are profiled.
         last_step: of the run.
-        several_machines: whether ranks must hear of stops that users ask for elsewhere.
+        several_machines: whether ranks tell one another that a user has asked to stop.
     """
 
     def __init__(
         self,
         build: Callable[[], Learner],
         pool: FeaturePool,
-        keep: Keep,
+        writer: StateWriter,
         profile: StepProfile | None = None,
         last_step: int = 0,
         several_machines: bool = False,
@@ -80,9 +72,7 @@ class DrafterStage:
             pool.pin()
         self._profile, self._last_step = profile, last_step
         self._several_machines = several_machines
-        self._pool, self._keep = pool, keep
-        self._step_ended = time.perf_counter()
-        self._validation: list[FeatureBatch] = []
+        self._pool, self._writer = pool, writer
 
     def handle(self, message: Any) -> Iterator[Any]:
         """Accumulate a batch, close a window, or write a checkpoint."""
@@ -92,26 +82,20 @@ class DrafterStage:
             batch = self._fetch(message)
             if isinstance(message, HoldForValidation):
                 kept = None if batch.last_hidden is None else batch.last_hidden.clone()
-                self._validation.append(FeatureBatch(message.host, batch.features.clone(), kept))
+                self._learner.hold_for_validation(FeatureBatch(message.host, batch.features.clone(), kept))
             else:
                 self._accumulate(batch)
             yield BufferReleased(message.buffer)
         elif isinstance(message, TakeStep):
-            self._keep.check()
-            order, now = message.order, time.perf_counter()
-            report = self._learner.step(
-                step=order.step, epoch=order.epoch, window=order.window, seconds=now - self._step_ended, waits_s={}
-            )
-            if order.validate and self._validation:
-                report = with_validation(report, self._learner.validate(self._validation))
+            self._writer.check()
+            report = self._learner.step(message.order)
             if self._profile is not None:
-                self._profile.after(order.step, last=order.step == self._last_step)
-            self._step_ended = time.perf_counter()
+                self._profile.after(message.order.step, last=message.order.step == self._last_step)
             yield StepTaken(report, self._agree(message))
         elif isinstance(message, SaveCheckpoint):
-            self._keep.put(message.step, self._learner.state_dict(self._keep.spare()), message.note)
+            self._writer.put(message.step, self._learner.state_dict(self._writer.spare()), message.note)
             if message.last:
-                self._keep.wait()
+                self._writer.wait()
             yield CheckpointTaken(message.step)
 
     def _fetch(self, message: DrafterTask | HoldForValidation) -> FeatureBatch:
@@ -149,5 +133,7 @@ class DrafterStage:
         if world is None:
             return message.stop
         if message.order.save:
-            check_equal(self._learner.optimizer.parameters, world)
-        return any_asks(message.stop, world) if self._several_machines else message.stop
+            check_equal(self._learner.parameters, world)
+        if not self._several_machines:
+            return message.stop
+        return any_rank(message.stop, world, self._learner.device)
