@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from paceline.checkpoint import checkpoints, run_directory
 from paceline.checkpoint.writer import CheckpointWriter
+from paceline.device import own_device
 from paceline.errors import PacelineError
 from paceline.observe.observer import Observer, open_observer
 from paceline.pipeline.coordinator import Coordinator
@@ -155,15 +156,17 @@ def _inline(
     from paceline.target_model.load import load_target
     from paceline.target_model.tap_guard import guard_first_batch
 
+    device = run.settings.flow.target_devices[0]
+    own_device(device)
     torch.set_num_threads(run.settings.flow.threads)
-    target = load_target(run.settings.target, run.taps, run.settings.flow.target_devices[0])
+    target = load_target(run.settings.target, run.taps, device)
     tapped = functools.partial(target.features, with_last=run.settings.objective.needs_teacher)
     learner = learner_factory(run)()
     writer = checkpoint_writer(run)
     batches = host_batches(run, orders)
     for host in validation_batches(run):
         learner.hold_for_validation(tapped(host))
-    profile, peaks = _profile(run), PeakMemory()
+    profile, peaks = _profile(run), PeakMemory(device)
     for order in orders:
         timed = _Stopwatch(observer)
         profile.before(order.step)
@@ -236,12 +239,14 @@ def _pipeline(
     try:
         for number, device in enumerate(flow.target_devices):
             arguments = (settings.target, run.taps, device, pool)
-            workers.append(WorkerProcess(f"target {number} ({device})", TargetStage, arguments, threads=flow.threads))
+            name = f"target {number} ({device})"
+            workers.append(WorkerProcess(name, TargetStage, arguments, device=device, threads=flow.threads))
         for rank, device in enumerate(flow.drafter_devices):
             build = learner_factory(run, rank, meeting.port if meeting else 0)
             profile = _profile(run) if rank == 0 and run.machines.first else None
             stage = (build, pool, checkpoint_writer(run), profile, len(run.orders), place.count > 1)
-            workers.append(WorkerProcess(f"drafter {rank} ({device})", DrafterStage, stage, threads=flow.threads))
+            name = f"drafter {rank} ({device})"
+            workers.append(WorkerProcess(name, DrafterStage, stage, device=device, threads=flow.threads))
         hub = Coordinator(
             workers[:-ranks],
             workers[-ranks:],

@@ -268,7 +268,7 @@ def test_a_verifier_that_cannot_start_costs_a_warning(make_run: MakeRun, tmp_pat
     ("changes", "says"),
     [
         ({"flow": {"verifier_device": "cpu"}}, "there are no held-out prompts to decode"),
-        ({"flow": {"verifier_device": "cuda:77"}}, "evaluate.device: cuda:77: no such device here"),
+        ({"flow": {"verifier_device": "cuda:77"}}, "evaluate.device: cuda:77: this machine has no CUDA device"),
         ({"checkpoint": {"keep_best": "decode/tau"}}, "is measured by the evaluator alone"),
     ],
 )

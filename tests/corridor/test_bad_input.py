@@ -156,7 +156,7 @@ def test_a_target_that_changed_under_the_run(make_run: MakeRun, tmp_path: Path, 
 
 def test_a_device_that_the_target_cannot_spread_to(make_run: MakeRun, tmp_path: Path, capfd) -> None:
     settings = make_run(target={"device_map": ["cuda:63"]})
-    assert "target.device_map: cuda:63: no such device here" in refused(["train", str(settings)], capfd, 1)
+    assert "target.device_map: cuda:63: this machine has no CUDA device" in refused(["train", str(settings)], capfd, 1)
     assert not (tmp_path / "run").exists()
 
 

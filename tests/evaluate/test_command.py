@@ -156,8 +156,8 @@ def test_another_target_than_the_folder_notes_is_refused(target, folder, demo_as
             ["{folder}", "--target", "{target}", "--prompts", "x", "--plot", "{folder}/config.json/tau.svg"],
             "be written",
         ),
-        (["{folder}", "--target", "{target}", "--prompts", "x", "--device", "cuda:99"], "no such device here"),
-        (["{folder}", "--target", "{target}", "--prompts", "x", "--device", "tpu"], "no such device here"),
+        (["{folder}", "--target", "{target}", "--prompts", "x", "--device", "cuda:99"], "no CUDA device"),
+        (["{folder}", "--target", "{target}", "--prompts", "x", "--device", "tpu"], "not a device of paceline"),
         (["{folder}", "--target", "{target}", "--prompts", "x", "--evaluate.tree_budget", "0"], "evaluate.tree_budget"),
         (
             ["{folder}", "--target", "{target}", "--evaluate.tree_budget", "9", "--evaluate.batch_size", "2"],

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-import torch
-
 from paceline.check.sample_data import SampleData, few_samples, gather, plan_of
 from paceline.config import Settings
+from paceline.device import synchronize
 from paceline.drafter.learner import Learner
 from paceline.drafter.spec import DrafterSpec
 from paceline.plan.epoch import EpochPlan
@@ -110,7 +109,6 @@ class CheckContext:
         return LearnerFactory(settings, self.spec, self.folder, steps, 0)()
 
     def wait(self) -> None:
-        """Until all devices have done what they were asked."""
-        if torch.cuda.is_initialized():
-            for device in range(torch.cuda.device_count()):
-                torch.cuda.synchronize(device)
+        """Until both devices have done what they were asked."""
+        for name in (self.settings.flow.target_devices[0], self.settings.flow.drafter_devices[0]):
+            synchronize(name)

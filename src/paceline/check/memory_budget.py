@@ -95,13 +95,6 @@ def settings_bytes(dtype: str) -> int:
     return getattr(torch, dtype).itemsize
 
 
-def device_memory(device: str) -> int:
-    """Bytes of a device: a GPU's memory, or the machine's."""
-    if device.startswith("cuda"):
-        return torch.cuda.get_device_properties(torch.device(device)).total_memory
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
 def shared_memory() -> int | None:
     """Free bytes where shared memory lies; None where the system has no such place."""
     place = Path("/dev/shm")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import resource
-import sys
 import time
 from typing import Any
 
@@ -16,6 +14,7 @@ from paceline.check.findings import CheckResult, duration, size
 from paceline.check.model_checks import weights_bytes
 from paceline.check.sample_data import collated
 from paceline.config import devices_of
+from paceline.device import peak_allocated_bytes, peak_resident_bytes, total_bytes
 from paceline.drafter.learner import Learner
 from paceline.types import FeatureBatch, PlannedStep
 
@@ -98,13 +97,12 @@ def check_memory(bench: CheckContext) -> CheckResult:
     detail = (
         f"largest batch ran ({load.padded:,} padded tokens, {load.positions:,} draft positions); "
         + "; ".join(
-            f"{device} needs {size(needed)} of {size(memory_budget.device_memory(device))}"
-            for device, needed in planned.items()
+            f"{device} needs {size(needed)} of {size(total_bytes(device))}" for device, needed in planned.items()
         )
         + f"; measured {', '.join(f'{where} {size(held)}' for where, held in measured.items())}"
         + f"; shared memory {size(pool)}"
     )
-    tight = [name for name, needed in planned.items() if needed > ROOM * memory_budget.device_memory(name)]
+    tight = [name for name, needed in planned.items() if needed > ROOM * total_bytes(name)]
     free = memory_budget.shared_memory()
     if settings.flow.mode == "pipeline" and free is not None and pool > free:
         advice = f"shared memory has {size(free)} free; lower flow.pool_buffers or plan.token_budget, or give it more"
@@ -123,10 +121,9 @@ def _peaks(bench: CheckContext) -> dict[str, int]:
     """Most bytes held, by device; this process's resident memory for the CPU."""
     flow = bench.settings.flow
     names = (*devices_of(flow.target_devices[0]), flow.drafter_devices[0])
-    peaks = {name: torch.cuda.max_memory_allocated(name) for name in names if name.startswith("cuda")}
+    peaks = {name: peak_allocated_bytes(name) for name in names if name.startswith("cuda")}
     if not all(name.startswith("cuda") for name in names):
-        resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        peaks["this process"] = resident * (1 if sys.platform == "darwin" else 1024)
+        peaks["this process"] = peak_resident_bytes()
     return peaks
 
 

@@ -109,13 +109,10 @@ def run(argv: Sequence[str]) -> int:
 
 def _check_device(name: str) -> None:
     """Refuse a device that this machine does not have."""
-    import torch
+    from paceline.device import why_missing
 
-    count = torch.cuda.device_count()
-    kind, _, number = name.partition(":")
-    there = name == "cpu" or (kind == "cuda" and (number or "0").isdecimal() and int(number or 0) < count)
-    if not there:
-        raise ConfigError(f"--device {name}: no such device here; there are cpu and {count} CUDA devices")
+    if reason := why_missing(name):
+        raise ConfigError(f"--device {reason}")
 
 
 def _source(path: Path, arguments: Arguments, overrides: Mapping[str, str]) -> tuple[Settings, int | None]:

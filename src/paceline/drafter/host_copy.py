@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paceline.device import synchronize
+
 
 def copy_to_host(value: Any, into: Any = None) -> Any:
     """The same containers and values, with copies of the tensors on the host.
@@ -20,22 +22,24 @@ def copy_to_host(value: Any, into: Any = None) -> Any:
         value: nested mappings, lists and tuples of tensors and plain values.
         into: an earlier snapshot, which is overwritten; nobody else may use it any more.
     """
-    copy = _copied(value, into)
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()
+    devices: set[torch.device] = set()
+    copy = _copied(value, into, devices)
+    for device in devices:
+        synchronize(device)
     return copy
 
 
-def _copied(value: Any, into: Any) -> Any:
+def _copied(value: Any, into: Any, devices: set[torch.device]) -> Any:
     if isinstance(value, Tensor):
         source = value.detach()
+        devices.add(source.device)
         if not (isinstance(into, Tensor) and into.shape == source.shape and into.dtype == source.dtype):
             into = torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
         return into.copy_(source, non_blocking=True)
     if isinstance(value, Mapping):
         earlier = into if isinstance(into, Mapping) else {}
-        return {key: _copied(inner, earlier.get(key)) for key, inner in value.items()}
+        return {key: _copied(inner, earlier.get(key), devices) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
         earlier = into if isinstance(into, (list, tuple)) and len(into) == len(value) else [None] * len(value)
-        return type(value)(_copied(*pair) for pair in zip(value, earlier, strict=True))
+        return type(value)(_copied(*pair, devices) for pair in zip(value, earlier, strict=True))
     return value

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
+from paceline.device import on_stream, side_stream, used_by_compute
 from paceline.drafter.distributed import any_rank, check_equal
 from paceline.drafter.learner import Learner
 from paceline.errors import DrafterError
@@ -66,10 +67,8 @@ class DrafterStage:
         several_machines: bool = False,
     ) -> None:
         self._learner = build()
-        self._copies = None
-        if self._learner.device.type == "cuda":
-            self._copies = torch.cuda.Stream(self._learner.device)
-            pool.pin()
+        self._copies = side_stream(self._learner.device)
+        pool.pin(self._learner.device)
         self._profile, self._last_step = profile, last_step
         self._several_machines = several_machines
         self._pool, self._writer = pool, writer
@@ -105,7 +104,7 @@ class DrafterStage:
             last = self._pool.last_view(message.buffer, tokens)
             return FeatureBatch(message.host, self._pool.read(message.buffer, tokens), last)
         device = self._learner.device
-        with torch.cuda.stream(self._copies):
+        with on_stream(self._copies):
             features = self._pool.read(message.buffer, tokens).to(device, non_blocking=True)
             last = self._pool.last_view(message.buffer, tokens)
             last = None if last is None else last.to(device, non_blocking=True)
@@ -113,7 +112,7 @@ class DrafterStage:
         self._copies.synchronize()
         for moved in (features, last):
             if moved is not None:
-                moved.record_stream(torch.cuda.current_stream(device))
+                used_by_compute(moved, device)
         return FeatureBatch(message.host, features, last)
 
     def _accumulate(self, batch: FeatureBatch) -> None:

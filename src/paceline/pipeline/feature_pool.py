@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from paceline.device import page_lock
 from paceline.errors import StageError
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -113,16 +114,14 @@ class FeaturePool:
         lost = self.read(buffer, len(features)).float() - exact
         return float(lost.norm() / exact.norm().clamp_min(torch.finfo(torch.float32).tiny))
 
-    def pin(self) -> None:
-        """Page-lock the buffers for CUDA in this process, so that copies run beside computation. Not run on a GPU yet.
+    def pin(self, device: str | torch.device) -> None:
+        """Page-locks the buffers in this process for copies of a card, which then run beside its computation.
 
         Raises:
             StageError: the driver refuses.
         """
-        runtime: Any = torch.cuda.cudart()
         for shared in (self.storage, self.last, self.scales):
-            if shared.numel() and (code := int(runtime.cudaHostRegister(shared.data_ptr(), shared.nbytes, 0))):
-                raise StageError(f"feature buffers: CUDA cannot page-lock {shared.nbytes} bytes (error {code})")
+            page_lock(shared, device)
 
     def _scales(self, buffer: int, tokens: int) -> Tensor:
         return self.scales[buffer, : tokens * self.taps].view(tokens, self.taps)

@@ -57,13 +57,12 @@ class RankInfo:
 
     def join(self, device: str) -> Any:
         """Meets the other ranks; the torch.distributed group of all of them."""
-        import torch
         import torch.distributed as dist
 
+        from paceline.device import own_device
+
         store = dist.TCPStore(self.address, self.port, is_master=False)
-        on_gpu = device.startswith("cuda")
-        if on_gpu:
-            torch.cuda.set_device(device)
+        on_gpu = own_device(device).type == "cuda"
         dist.init_process_group(
             "nccl" if on_gpu else "gloo",
             store=dist.PrefixStore(self.prefix, store),

@@ -23,6 +23,7 @@ from typing import Any, Protocol
 import torch
 import torch.multiprocessing as multiprocessing
 
+from paceline.device import own_device
 from paceline.errors import PacelineError, PeerError
 from paceline.pipeline.messages import Failed, Ready, Reply, Stop, describe
 from paceline.pipeline.telemetry import PeakMemory
@@ -39,11 +40,14 @@ class Stage(Protocol):
         ...
 
 
-def run_child(connection: Connection, threads: int, factory: Callable[..., Stage], arguments: tuple[Any, ...]) -> None:
+def run_child(
+    connection: Connection, device: str, threads: int, factory: Callable[..., Stage], arguments: tuple[Any, ...]
+) -> None:
     """Main function of a worker process.
 
     Args:
         connection: this worker's end of the pipe.
+        device: of the worker; its process acts on no other card where none is named.
         threads: CPU threads of torch.
         factory: builds the stage from ``arguments``; both must pickle.
         arguments: for the factory.
@@ -55,8 +59,9 @@ def run_child(connection: Connection, threads: int, factory: Callable[..., Stage
     threading.Thread(target=_read, args=(connection, inbox), daemon=True).start()
     message: Any = None
     try:
+        own_device(device)
         stage = factory(*arguments)
-        peaks = PeakMemory()
+        peaks = PeakMemory(device)
         connection.send(Reply(Ready(), memory=peaks.look()))
         while True:
             began = time.perf_counter()
@@ -109,11 +114,17 @@ class WorkerProcess:
 
     Args:
         name: shown in errors, for example ``target 0 (cpu)``.
-        factory, arguments, threads: see `run_child`.
+        factory, arguments, device, threads: see `run_child`.
     """
 
     def __init__(
-        self, name: str, factory: Callable[..., Stage], arguments: tuple[Any, ...], *, threads: int = 1
+        self,
+        name: str,
+        factory: Callable[..., Stage],
+        arguments: tuple[Any, ...],
+        *,
+        device: str = "cpu",
+        threads: int = 1,
     ) -> None:
         self.name = name
         self.outstanding: deque[Any] = deque()
@@ -127,7 +138,7 @@ class WorkerProcess:
         _start_server()
         self.connection, theirs = context.Pipe()
         self.process = context.Process(
-            target=run_child, args=(theirs, threads, factory, arguments), daemon=True, name=f"paceline {name}"
+            target=run_child, args=(theirs, device, threads, factory, arguments), daemon=True, name=f"paceline {name}"
         )
         self.process.start()
         theirs.close()

@@ -9,8 +9,9 @@ import tempfile
 from collections.abc import Generator, Sequence
 from pathlib import Path
 
-import torch
 from torch.profiler import ProfilerActivity, profile
+
+from paceline.device import num_cards
 
 PROFILE_FILE = "profile.json"
 
@@ -43,7 +44,7 @@ class StepProfile:
         """Work of a step follows; the first call of a step in the window starts the profiler."""
         if self._steps is None or self._running is not None or not self._steps[0] <= step <= self._steps[1]:
             return
-        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if num_cards() else [])]
         self._running = profile(activities=activities, record_shapes=True)
         with without_marks():
             self._running.start()

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import resource
-import sys
 import time
 from typing import Any, Protocol
 
-import torch
-
+from paceline.device import peak_allocated_bytes, peak_resident_bytes
 from paceline.types import StepReport
 
 
@@ -69,16 +66,20 @@ class RemoteObserver(NullTelemetry):
 
 
 class PeakMemory:
-    """Most memory that this process has held, looked at no more than once in ``every_s`` seconds."""
+    """Most memory that this process has held, looked at no more than once in ``every_s`` seconds.
 
-    def __init__(self, every_s: float = 1.0) -> None:
-        self._every_s, self._next = every_s, 0.0
+    Args:
+        device: of the process; of several, joined by ``+``, the cards are added.
+        every_s: between two looks.
+    """
+
+    def __init__(self, device: str, every_s: float = 1.0) -> None:
+        self._device, self._every_s, self._next = device, every_s, 0.0
 
     def look(self) -> tuple[int, int] | None:
-        """Peak resident bytes of the process and peak bytes of its CUDA allocator (0 without); None if not yet due."""
+        """Peak resident bytes of the process, and of its CUDA allocator on its own device; None if not yet due."""
         now = time.monotonic()
         if now < self._next:
             return None
         self._next = now + self._every_s
-        resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-        return resident, torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else 0
+        return peak_resident_bytes(), peak_allocated_bytes(self._device)

@@ -16,6 +16,7 @@ from paceline.config import PlanConfig, Settings, devices_of
 from paceline.data.collate import collate
 from paceline.data.store import TokenStore, open_store
 from paceline.data.tokenizer import load_tokenizer, mask_token_id
+from paceline.device import why_missing
 from paceline.drafter.anchors import sample_anchors
 from paceline.drafter.spec import DrafterSpec, derive_spec
 from paceline.errors import ConfigError, DataError
@@ -350,18 +351,16 @@ def check_support(settings: Settings, place: NodeInfo = ALONE.place) -> None:
         )
     if settings.flow.mode == "inline" and any("+" in name for name in settings.flow.target_devices):
         errors.append("flow.target_devices: groups need flow.mode: pipeline; inline knows target.device_map")
-    for role, names in (
-        ("target_devices", settings.flow.target_devices),
-        ("drafter_devices", settings.flow.drafter_devices),
-        ("verifier_device", [settings.evaluate.device or "cpu"]),
+    for key, names in (
+        ("flow.target_devices", settings.flow.target_devices),
+        ("flow.drafter_devices", settings.flow.drafter_devices),
+        ("evaluate.device", [settings.evaluate.device or "cpu"]),
     ):
         if not names:
-            errors.append(f"flow.{role}: empty; list at least one device, for example cpu or cuda:0")
+            errors.append(f"{key}: empty; list at least one device, for example cpu or cuda:0")
         for name in [device for entry in names for device in devices_of(entry)]:
-            kind, _, number = name.partition(":")
-            count = torch.cuda.device_count() if kind == "cuda" else 1
-            if kind not in ("cpu", "cuda") or (number and not number.isdigit()) or (number and int(number) >= count):
-                errors.append(f"flow.{role}: {name}: no such device here; there are cpu and {count} CUDA devices")
+            if reason := why_missing(name):
+                errors.append(f"{key}: {reason}")
     if settings.flow.mode == "inline" and len(settings.flow.target_devices) + len(settings.flow.drafter_devices) > 2:
         errors.append("flow.mode: inline runs one target and one drafter; list one device each or use pipeline")
     if settings.flow.mode == "inline" and place.count > 1:

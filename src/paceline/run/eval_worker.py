@@ -145,6 +145,7 @@ class EvalWorker:
             f"evaluator ({run.settings.evaluate.device})",
             start_evaluator,
             (settings, run.run_dir, list(run.taps)),
+            device=settings.evaluate.device or "cpu",
             threads=flow.threads,
         )
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from paceline.device import why_missing
 from paceline.errors import TargetError
 
 Map = str | list[str] | dict[str, str] | None
@@ -63,15 +64,9 @@ def check_devices(names: list[str], allowed: tuple[str, ...] = ()) -> None:
     Raises:
         TargetError: one line.
     """
-    count = torch.cuda.device_count()
     for name in names:
-        kind, _, number = name.partition(":")
-        known = name in ("cpu", *allowed) or (kind == "cuda" and (not number or number.isdigit()))
-        if not known or (kind == "cuda" and int(number or 0) >= count):
-            raise TargetError(
-                f"target.device_map: {name}: no such device here; there are {', '.join(('cpu', *allowed))} and {count} "
-                "CUDA devices"
-            )
+        if name not in allowed and (reason := why_missing(name)):
+            raise TargetError(f"target.device_map: {reason}")
 
 
 def home_of(embedding: Any, path: str) -> torch.device:

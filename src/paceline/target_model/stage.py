@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from paceline.config import TargetConfig
+from paceline.device import peak_allocated_bytes
 from paceline.errors import TargetError
 from paceline.pipeline.feature_pool import FeaturePool
 from paceline.pipeline.messages import FeaturesReady, MemoryProbe, Probed, TargetTask
@@ -36,16 +37,14 @@ class TargetStage:
 
         self._target = load_target(settings, taps, device)
         self._pool, self._device = pool, device
-        if device.startswith("cuda"):
-            pool.pin()
+        pool.pin(device)
         self._handled = 0
 
     def handle(self, message: TargetTask | MemoryProbe) -> Iterator[FeaturesReady | Probed]:
         """Features of the batch's real tokens, [S, N·H], into the task's buffer."""
         batch = self._run(message.host, message.buffer)
         if isinstance(message, MemoryProbe):
-            peak = torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else 0
-            yield Probed(self._pool.error(message.buffer, batch.features), peak)
+            yield Probed(self._pool.error(message.buffer, batch.features), peak_allocated_bytes(self._device))
             return
         if self._handled == 0:
             guard_first_batch(self._target, batch)

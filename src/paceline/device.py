@@ -1,0 +1,180 @@
+"""The device that a process works on: named once, before anything else touches CUDA, and never guessed afterwards.
+
+CUDA acts on a "current" card wherever none is named, and that is card 0 until somebody says otherwise: copies are then
+waited for on the wrong card, memory is read from it, and every process opens a context there (about half a gibibyte).
+So each process calls `own_device` first, and this module alone touches `torch.cuda`, with a device in every call.
+
+Names are those of the settings: ``cpu``, ``cuda:3``, ``cuda:0+cuda:1`` for a worker that is spread over several cards.
+The first of them is where ids go in and features come out.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+import time
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.config import devices_of
+from paceline.errors import StageError
+
+Name = str | torch.device
+
+
+def main_device(name: Name) -> torch.device:
+    """The first device of a name, with its number: ``cuda`` is ``cuda:0``."""
+    device = torch.device(devices_of(str(name))[0])
+    return torch.device("cuda", 0) if device.type == "cuda" and device.index is None else device
+
+
+def own_device(name: Name) -> torch.device:
+    """Makes a device this process's own; the first thing that a process does, before anything else touches CUDA.
+
+    Returns:
+        The device (of several, the first).
+    """
+    device = main_device(name)
+    if device.type == "cuda":
+        # Shapes differ from batch to batch; without this the free memory breaks up into pieces that fit none of them.
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+        torch.cuda.set_device(device)
+    return device
+
+
+def why_missing(name: str) -> str | None:
+    """Why this machine cannot run on a device, and what there is; None where it can. Opens no context.
+
+    Args:
+        name: one device, without ``+``.
+    """
+    kind, _, number = name.partition(":")
+    if kind not in ("cpu", "cuda") or (kind == "cpu" and number) or (number and not number.isdecimal()):
+        return f"{name}: not a device of paceline; use cpu, or cuda:0, cuda:1, ... for NVIDIA and AMD GPUs"
+    if kind == "cpu":
+        return None
+    count = num_cards()
+    if count == 0:
+        why = "this torch was built without it" if not torch.backends.cuda.is_built() else "torch finds no GPU"
+        return f"{name}: this machine has no CUDA device ({why}); use cpu"
+    if int(number or 0) >= count:
+        return f"{name}: this machine has {count} CUDA device{'s' * (count > 1)}, cuda:0 to cuda:{count - 1}"
+    return None
+
+
+def num_cards() -> int:
+    """CUDA devices of this machine."""
+    return torch.cuda.device_count()
+
+
+def cards_of(name: Name) -> list[torch.device]:
+    """The CUDA devices among those of a name."""
+    return [device for part in devices_of(str(name)) if (device := main_device(part)).type == "cuda"]
+
+
+def peak_allocated_bytes(name: Name) -> int:
+    """Most bytes that this process's allocator has held on the cards of a name; 0 on a CPU."""
+    if not torch.cuda.is_initialized():
+        return 0
+    return sum(torch.cuda.max_memory_allocated(card) for card in cards_of(name))
+
+
+def peak_resident_bytes() -> int:
+    """Most memory of the host that this process has held."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def total_bytes(name: Name) -> int:
+    """Memory of a device: of the card, or of the machine."""
+    device = main_device(name)
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def free_bytes(name: Name) -> int:
+    """Memory of a card that nobody holds now."""
+    return torch.cuda.mem_get_info(main_device(name))[0]
+
+
+def synchronize(name: Name) -> None:
+    """Waits until the cards of a name have done all that they were asked."""
+    for card in cards_of(name):
+        torch.cuda.synchronize(card)
+
+
+class Mark:
+    """A point in the work that was queued on a device; on a CPU, where nothing is queued, a point in time.
+
+    Args:
+        name: the device.
+        stream: whose work counts; the current one of the device where None.
+        timed: whether `seconds_since` will be asked.
+    """
+
+    def __init__(self, name: Name, stream: torch.cuda.Stream | None = None, *, timed: bool = False) -> None:
+        device = main_device(name)
+        self._at_s = time.perf_counter()
+        self.event: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            self.event = torch.cuda.Event(enable_timing=timed)
+            self.event.record(stream or torch.cuda.current_stream(device))
+
+    def reached(self) -> bool:
+        """Whether the device has come to this point; never waits."""
+        return self.event is None or self.event.query()
+
+    def wait(self) -> None:
+        """The host waits until the device has come to this point."""
+        if self.event is not None:
+            self.event.synchronize()
+
+    def seconds_since(self, earlier: Mark) -> float:
+        """Time of the device between two marks that were both made with ``timed`` and are both reached."""
+        if self.event is None or earlier.event is None:
+            return self._at_s - earlier._at_s
+        return earlier.event.elapsed_time(self.event) / 1e3
+
+
+def side_stream(name: Name) -> torch.cuda.Stream | None:
+    """A queue for copies that run beside what the device computes; None on a CPU."""
+    device = main_device(name)
+    return torch.cuda.Stream(device) if device.type == "cuda" else None
+
+
+def on_stream(stream: torch.cuda.Stream | None) -> AbstractContextManager[Any]:
+    """Work inside is queued on the stream; None changes nothing."""
+    return nullcontext() if stream is None else torch.cuda.stream(stream)
+
+
+def stream_waits(stream: torch.cuda.Stream | None, mark: Mark) -> None:
+    """What is queued on a stream from now on begins after the mark."""
+    if stream is not None and mark.event is not None:
+        stream.wait_event(mark.event)
+
+
+def used_by_compute(tensor: Tensor, name: Name) -> None:
+    """Tells the allocator that a tensor of another stream is used by the device's own, so its memory is not reused."""
+    device = main_device(name)
+    if device.type == "cuda":
+        tensor.record_stream(torch.cuda.current_stream(device))
+
+
+def page_lock(tensor: Tensor, name: Name) -> None:
+    """Page-locks the memory of a tensor of the host for a card's copies; not run on a GPU yet.
+
+    Raises:
+        StageError: the driver refuses.
+    """
+    device = main_device(name)
+    if device.type != "cuda" or not tensor.numel():
+        return
+    with torch.cuda.device(device):  # the call opens a context on the current card
+        runtime: Any = torch.cuda.cudart()
+        code = int(runtime.cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0))
+    if code:
+        raise StageError(f"{device}: CUDA cannot page-lock {tensor.nbytes} bytes of host memory (error {code})")

@@ -1,0 +1,111 @@
+"""Every process owns its device, and nothing in the package asks CUDA about "the current" card."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from paceline import device
+
+WITHOUT_A_CARD = {"is_available", "is_initialized", "device_count", "Event", "cudart"}
+"""What may be called without a device: it touches none, or is bound to one by what is done with it."""
+HOME = "src/paceline/device.py"
+
+
+def wrong_cuda_calls(source: str, *, home: bool) -> list[str]:
+    """Calls of ``torch.cuda`` outside of its one module, or without a device; ``.record()`` on no named stream."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+            continue
+        name, bare = ast.unparse(node.func), not node.args and not node.keywords
+        if name.startswith("torch.cuda.") and not home:
+            found.append(f"line {node.lineno}: {name} outside of {HOME}")
+        elif name.startswith("torch.cuda.") and bare and node.func.attr not in WITHOUT_A_CARD:
+            found.append(f"line {node.lineno}: {name} without a device")
+        elif node.func.attr == "record" and bare:
+            found.append(f"line {node.lineno}: {name} without a stream")
+    return found
+
+
+def test_no_cuda_call_without_a_device(project: Path) -> None:
+    files = sorted((project / "src").rglob("*.py"))
+    found = {
+        str(file.relative_to(project)): wrong
+        for file in files
+        if (wrong := wrong_cuda_calls(file.read_text("utf-8"), home=file.relative_to(project).as_posix() == HOME))
+    }
+    assert len(files) > 100
+    assert found == {}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "torch.cuda.synchronize()",
+        "peak = torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else 0",
+        "stream = torch.cuda.current_stream()",
+        "copies = torch.cuda.Stream()",
+        "event.record()",
+    ],
+)
+def test_the_static_rule_sees_calls_without_a_device(line: str) -> None:
+    assert wrong_cuda_calls(line, home=True)
+
+
+def test_the_static_rule_allows_named_devices() -> None:
+    assert wrong_cuda_calls("torch.cuda.synchronize(card); event.record(stream)", home=True) == []
+    assert wrong_cuda_calls("torch.cuda.synchronize(card)", home=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("cpu", "cpu"),
+        ("cuda", "cuda:0"),
+        ("cuda:3", "cuda:3"),
+        ("cuda:2+cuda:0", "cuda:2"),
+        (torch.device("cuda"), "cuda:0"),
+    ],
+)
+def test_main_device_is_the_first_with_its_number(name: Any, expected: str) -> None:
+    assert str(device.main_device(name)) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "cards", "reason"),
+    [
+        ("cuda", 0, "cuda: this machine has no CUDA device"),
+        ("cuda:0", 0, "cuda:0: this machine has no CUDA device"),
+        ("cuda:2", 2, "cuda:2: this machine has 2 CUDA devices, cuda:0 to cuda:1"),
+        ("mps", 2, "mps: not a device of paceline"),
+        ("npu:0", 2, "npu:0: not a device of paceline"),
+        ("cuda:x", 2, "cuda:x: not a device of paceline"),
+        ("cpu:1", 2, "cpu:1: not a device of paceline"),
+    ],
+)
+def test_devices_that_are_not_here_are_named(
+    name: str, cards: int, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device, "num_cards", lambda: cards)
+    found = device.why_missing(name)
+    assert found is not None and found.startswith(reason)
+
+
+@pytest.mark.parametrize("name", ["cpu", "cuda", "cuda:1"])
+def test_devices_that_are_here_are_fine(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "num_cards", lambda: 2)
+    assert device.why_missing(name) is None
+
+
+def test_marks_on_a_cpu_are_points_in_time() -> None:
+    begun, ended = device.Mark("cpu", timed=True), device.Mark("cpu", timed=True)
+    ended.wait()
+    assert ended.reached()
+    assert ended.seconds_since(begun) > 0
+    with device.on_stream(device.side_stream("cpu")):
+        pass
