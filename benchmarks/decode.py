@@ -31,9 +31,11 @@ from rich.table import Table
 
 from paceline.config import DrafterConfig, TargetConfig
 from paceline.decode import chain
+from paceline.decode.answers import Decoded
 from paceline.decode.batched import batch_decode
-from paceline.decode.chain import Decoded, greedy_decode, speculative_decode
+from paceline.decode.chain import speculative_decode
 from paceline.decode.draft_tree import build_tree
+from paceline.decode.loop import greedy_decode
 from paceline.decode.topk import Candidates
 from paceline.drafter.network import Drafter
 from paceline.drafter.spec import derive_spec

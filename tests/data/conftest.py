@@ -1,15 +1,12 @@
-"""Makes `template_families` importable, and builds the small tokenizers of this room's tests."""
+"""Small tokenizers for the tests of this package."""
 
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 from template_families import CHATML, Family, build
 

@@ -11,9 +11,8 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
-import template_families as families
-from template_families import Family
 
+import template_families as families
 from paceline.config import DataConfig
 from paceline.data.chat_template import Encoder, Renderer
 from paceline.data.loss_mask import samples_of
@@ -25,6 +24,7 @@ from paceline.data.store import open_store
 from paceline.data.tokenizer import load_tokenizer
 from paceline.drafter.anchors import count_eligible
 from paceline.errors import DataError, TargetError
+from template_families import Family
 
 Folder = Callable[[Family], str]
 Write = Callable[..., str]

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from drafter_cases import KINDS, make_batch, small_spec
+from paceline.decode.draft_session import DraftSession
 from paceline.drafter.layers import GatedMLP, RMSNorm, rotary_table, rotate
 from paceline.drafter.network import Drafter
 from paceline.errors import DrafterError
@@ -28,13 +29,13 @@ def test_training_equals_decoding(kind, attention):
     trained = network.training_forward(batch.features, host.lengths, host.anchors, host.anchor_counts, blocks)
     row, start = 0, 0
     for length, count in zip(host.lengths, host.anchor_counts, strict=True):
-        cache = network.new_cache()
+        session = DraftSession(network)
         for anchor in host.anchors[row : row + count]:
             # As a decode loop does: some tokens too many, then cropped to what was verified.
             ahead = min(int(anchor) + 2, int(length))
-            network.extend(cache, batch.features[start + cache.length : start + ahead])
-            cache.crop(int(anchor))
-            torch.testing.assert_close(network.draft(cache, blocks[row], int(anchor)), trained[row], rtol=0, atol=1e-5)
+            session.extend(batch.features[start + session.length : start + ahead])
+            session.crop(int(anchor))
+            torch.testing.assert_close(session.draft(blocks[row], int(anchor)), trained[row], rtol=0, atol=1e-5)
             row += 1
         start += int(length)
     assert row == len(host.anchors) > 10
@@ -129,7 +130,7 @@ def test_no_context_and_no_blocks_work():
     spec = small_spec()
     network = Drafter(spec)
     blocks = embeddings(1, spec)
-    alone = network.draft(network.new_cache(), blocks[0], 0)
+    alone = DraftSession(network).draft(blocks[0], 0)
     features = torch.randn(3, 32, generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(network.training_forward(features, [3], [0], [1], blocks)[0], alone)
     assert network.training_forward(features, [3], [], [0], embeddings(0, spec)).shape == (0, 4, 16)
@@ -139,7 +140,7 @@ def test_misfits_are_refused():
     spec = small_spec()
     network = Drafter(spec)
     with pytest.raises(DrafterError, match="a block at 3 needs 3"):
-        network.draft(network.new_cache(), embeddings(1, spec)[0], 3)
+        DraftSession(network).draft(embeddings(1, spec)[0], 3)
     with pytest.raises(DrafterError, match="feature rows"):
         network.training_forward(torch.zeros(4, 32), [3], [1], [1], embeddings(1, spec))
     with pytest.raises(DrafterError, match="2 blocks for 1 anchors"):

@@ -8,7 +8,8 @@ import numpy as np
 
 from drafter_cases import close_window
 from paceline.config import DrafterConfig, ObjectiveConfig, OptimizerConfig, TargetConfig
-from paceline.decode.chain import greedy_decode, speculative_decode
+from paceline.decode.chain import speculative_decode
+from paceline.decode.loop import greedy_decode
 from paceline.drafter.anchors import sample_anchors
 from paceline.drafter.learner import Learner
 from paceline.drafter.spec import derive_spec

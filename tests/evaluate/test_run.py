@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from paceline.config import EvaluateConfig
-from paceline.decode.chain import Decoded, Pass, greedy_decode
+from paceline.decode.answers import Decoded, Pass
+from paceline.decode.loop import greedy_decode
 from paceline.errors import DataError, TargetError
 from paceline.evaluate import evaluate as module
 from paceline.evaluate.evaluate import evaluate, lossless
@@ -105,7 +106,7 @@ def test_trees_stand_beside_the_chain(make_pair, prompts, report, seeded):
 def knowing(answers):
     """Logits of a drafter that knows every answer, for `draft_logits`."""
 
-    def logits(target, network, context, token, position):
+    def logits(target, drafts, token, position):
         rows = torch.zeros(5, 97)
         for slot in range(5):
             rows[slot, answers[position + 1 + slot]] = 12.0

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from oracles.oracle_cases import ANSWER_TOKENS, KINDS, PROMPTS, embed_blocks, load, make_spec, one_batch
+from paceline.decode.draft_session import DraftSession
 from paceline.drafter.network import Drafter
 from paceline.export.weights import SHARD_BYTES
 from paceline.export.zlab import write_zlab
@@ -49,9 +50,9 @@ def test_hidden_states_and_logits_are_equal(place, target_folder, answers, fitte
         features = theirs[f"{index}.features"]
         ours = target.features(one_batch([row])).features[:context]
         assert (ours - features).abs().max() <= 1e-5 * features.abs().max()
-        cache = network.new_cache()
-        network.extend(cache, features)
-        hidden = network.draft(cache, embed_blocks(spec, target, torch.tensor([row[context]]))[0], context)
+        session = DraftSession(network)
+        session.extend(features)
+        hidden = session.draft(embed_blocks(spec, target, torch.tensor([row[context]]))[0], context)
         torch.testing.assert_close(hidden, theirs[f"{index}.hidden"], rtol=0, atol=1e-5)
         torch.testing.assert_close(hidden @ target.head.T, theirs[f"{index}.logits"], rtol=0, atol=1e-5)
 
@@ -75,14 +76,14 @@ def _expected_lengths(network: Drafter, kind: str, target: TargetModel, row: lis
     """Tokens of each target pass when the output is `row`: drafts accepted plus one, the last pass cut at the end."""
     spec = make_spec(kind)
     features = target.features(one_batch([row])).features
-    cache, lengths, start = network.new_cache(), [], prompt
-    network.extend(cache, features)
+    session, lengths, start = DraftSession(network), [], prompt
+    session.extend(features)
     while start + 1 < len(row):
         slots = min(spec.block_size, len(row) - start)
         streak = 0
         if slots > 1:
             block = embed_blocks(spec, target, torch.tensor([row[start]]))[0]
-            drafts = (network.draft(cache, block[:slots], start) @ target.head.T).argmax(-1)
+            drafts = (session.draft(block[:slots], start) @ target.head.T).argmax(-1)
             while streak + 1 < slots and int(drafts[streak + 1]) == row[start + streak + 1]:
                 streak += 1
         lengths.append(min(streak + 1, len(row) - start - 1))

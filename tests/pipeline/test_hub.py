@@ -16,10 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))
-
 import simulated_stages as stages
-
 from paceline.errors import Interrupted, StageError
 from paceline.pipeline.coordinator import Coordinator
 from paceline.pipeline.feature_pool import FeaturePool
@@ -345,7 +342,7 @@ def test_children_end_when_the_parent_dies(tmp_path: Path) -> None:
     note = tmp_path / "pid"
     script = (
         "import os, sys, time\n"
-        f"sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        f"sys.path.insert(0, {str(Path(__file__).parent.parent)!r})\n"
         "import simulated_stages as stages\n"
         "from paceline.pipeline.process import WorkerProcess\n"
         "if __name__ == '__main__':\n"

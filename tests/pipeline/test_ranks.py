@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 from collections.abc import Generator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-sys.path.insert(0, str(Path(__file__).parent))
-
 import rank_group
-
 from paceline.errors import StageError
 from paceline.pipeline.coordinator import Coordinator
 from paceline.pipeline.messages import Failed, Ready

@@ -16,9 +16,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from paceline.decode.answers import Answer, Decoded, Pass, prompt_tensor
 from paceline.decode.batch_session import BatchSession
-from paceline.decode.chain import Answer, Decoded, Pass, head_logits, inference, num_drafts, prompt_tensor, verified
 from paceline.decode.compatibility import check_pair
+from paceline.decode.kv_cache import enlarged
+from paceline.decode.loop import head_logits, inference, num_drafts
 from paceline.decode.sampling import Greedy, TokenChooser
 from paceline.decode.session import TargetSession
 
@@ -43,7 +45,7 @@ class BatchContext:
         count = features.shape[0]
         parts = self._network.context_parts(features, torch.arange(count, device=features.device))
         self._grow(max(count, ROOM))
-        new = [tuple(_roomy(part[:, None], self.room) for part in pair) for pair in parts]
+        new = [tuple(enlarged(part[:, None], self.room) for part in pair) for pair in parts]
         old = self._store or [(keys[:, :0], values[:, :0]) for keys, values in new]
         self._store = [
             (torch.cat([a, keys], dim=1), torch.cat([b, values], dim=1))
@@ -69,7 +71,7 @@ class BatchContext:
     def _grow(self, needed: int) -> None:
         if needed > self.room:
             self.room = max(needed, 2 * self.room)
-            self._store = [(_roomy(keys, self.room), _roomy(values, self.room)) for keys, values in self._store]
+            self._store = [(enlarged(keys, self.room), enlarged(values, self.room)) for keys, values in self._store]
 
 
 @dataclass(slots=True)
@@ -183,8 +185,8 @@ def _pass(
     ends: list[int] = []
     for number, (row, (drafts, chances)) in enumerate(zip(rows, proposals, strict=True)):
         accepted, after = row.choice.judge(drafts, chances, logits[number, : counts[number]])
-        stands = [*drafts[:accepted].tolist(), after]
-        row.passes.append(verified(starts[number], drafts.shape[0], accepted, row.answer.add(stands)))
+        tokens = [*drafts[:accepted].tolist(), after]
+        row.passes.append(row.answer.add_pass(starts[number], drafts.shape[0], tokens))
         row.token = after
         kept_rows += [number] * (accepted + 1)
         kept += range(accepted + 1)
@@ -208,10 +210,3 @@ def _drafts(
     first = spec.first_draft_slot
     logits = head_logits(target, hidden)[:, first:]
     return [row.choice.drafts(logits[number, : counts[number]]) for number, row in enumerate(rows)]
-
-
-def _roomy(values: Tensor, room: int) -> Tensor:
-    """[G, A, T, E] with zeros behind, [G, A, room, E]."""
-    grown = values.new_zeros(*values.shape[:2], room, values.shape[3])
-    grown[:, :, : values.shape[2]] = values
-    return grown

@@ -1,4 +1,7 @@
-"""The target's cache while decoding: attention layers grow in place and are cut for nothing, recurrent state is copied.
+"""What is cached while decoding.
+
+The target's attention layers grow in place and are cut without a copy; its recurrent state is saved and put back. The
+drafter's context is a store of keys and values.
 
 Shape letters: B sequences, G key heads, C cached tokens, T new tokens, E head size.
 """
@@ -6,6 +9,7 @@ Shape letters: B sequences, G key heads, C cached tokens, T new tokens, E head s
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -45,7 +49,7 @@ class GrowingLayer(DynamicLayer):
         if self._room is None:
             self.device, self.is_initialized = key_states.device, True
             room = max(key_states.shape[-2], SMALLEST)
-            self._room = _moved(key_states, 0, 0, room), _moved(value_states, 0, 0, room)
+            self._room = enlarged(key_states, room, 0, 0), enlarged(value_states, room, 0, 0)
         self.make_room(key_states.shape[-2])
         keys, values = self._room
         end = self.held + key_states.shape[-2]
@@ -61,7 +65,7 @@ class GrowingLayer(DynamicLayer):
         begin = max(0, self.held - self.window + 1) if self._forgets and self.window is not None else 0
         kept = self.held - begin
         room = max(kept + count, 2 * kept, SMALLEST)
-        self._room = _moved(self._room[0], begin, kept, room), _moved(self._room[1], begin, kept, room)
+        self._room = enlarged(self._room[0], room, begin, kept), enlarged(self._room[1], room, begin, kept)
         self.held, self.dropped = kept, self.dropped + begin
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -108,7 +112,7 @@ class GrowingLayer(DynamicLayer):
         held, rooms = max(self.held, other.held), [room for room in (self._room, other._room) if room is not None]
         room = max(held, *(pair[0].shape[2] for pair in rooms))
         parts = [
-            (_moved(keys, 0, layer.held, room), _moved(values, 0, layer.held, room))
+            (enlarged(keys, room, 0, layer.held), enlarged(values, room, 0, layer.held))
             for layer, (keys, values) in zip((self, other)[-len(rooms) :], rooms, strict=True)
         ]
         self.device, self.is_initialized = other.device, True
@@ -121,10 +125,20 @@ class GrowingLayer(DynamicLayer):
         return sum(room[:, :, : self.held].nbytes for room in self._room or ())
 
 
-def _moved(old: Tensor, begin: int, kept: int, room: int) -> Tensor:
-    """New storage for `room` tokens that starts with `kept` of the old one's tokens, from `begin` on."""
-    new = old.new_zeros(*old.shape[:2], room, old.shape[3])
-    new[:, :, :kept] = old[:, :, begin : begin + kept]
+def enlarged(old: Tensor, room: int, begin: int = 0, kept: int | None = None) -> Tensor:
+    """New storage [..., room, E] that starts with tokens of the old one, [..., C, E]; zeros behind them.
+
+    Zeros and not fresh memory: masked columns have weight 0, and 0 times what is in fresh memory may be NaN.
+
+    Args:
+        old: storage of before.
+        room: tokens of the new one.
+        begin: first token that is copied.
+        kept: how many are copied; None: all from `begin` on.
+    """
+    kept = old.shape[-2] - begin if kept is None else kept
+    new = old.new_zeros(*old.shape[:-2], room, old.shape[-1])
+    new[..., :kept, :] = old[..., begin : begin + kept, :]
     return new
 
 
@@ -177,3 +191,57 @@ def restore(layer: Any, state: dict[str, Any]) -> None:
     """Puts a layer's state back."""
     vars(layer).clear()
     vars(layer).update(state)
+
+
+class ContextStore:
+    """Keys and values of a context, per draft layer; storage doubles, so that appending costs constant time on average.
+
+    Attributes:
+        stored: tokens whose keys and values are stored.
+    """
+
+    def __init__(self, num_layers: int, key_heads: int, head_dim: int) -> None:
+        self.stored = 0
+        self._num_layers = num_layers
+        self._sizes = (key_heads, head_dim)
+        self._layers: list[tuple[Tensor, Tensor]] = []
+
+    def append(self, parts: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Adds rotated keys and values [G, T, E] of the next T tokens, one pair a draft layer."""
+        count = parts[0][0].shape[1]
+        self.make_room(count, parts[0][0])
+        for index, (keys, values) in enumerate(parts):
+            self.write(index, self.stored, keys.transpose(0, 1), values.transpose(0, 1))
+        self.stored += count
+
+    def make_room(self, count: int, like: Tensor) -> None:
+        """Storage for `count` more tokens than are stored, of the type and on the device of `like`."""
+        if self.capacity >= self.stored + count:
+            return
+        capacity = max(self.stored + count, 2 * self.stored, SMALLEST)
+        self._layers = [
+            (enlarged(keys, capacity, 0, self.stored), enlarged(values, capacity, 0, self.stored))
+            for keys, values in self.layers(like)
+        ]
+
+    def write(self, index: int, start: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Puts keys and values [T, G, E] of layer `index` at `start`; gives all up to their end, [G, start + T, E]."""
+        end = start + keys.shape[0]
+        stored_keys, stored_values = self._layers[index]
+        stored_keys[:, start:end] = keys.transpose(0, 1)
+        stored_values[:, start:end] = values.transpose(0, 1)
+        return stored_keys[:, :end], stored_values[:, :end]
+
+    @property
+    def capacity(self) -> int:
+        """Tokens for which there is storage."""
+        return self._layers[0][0].shape[1] if self._layers else 0
+
+    def layers(self, like: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values [G, capacity, E] of every draft layer; what is beyond `stored` means nothing.
+
+        Args:
+            like: gives type and device while nothing is stored.
+        """
+        nothing = like.new_zeros(self._sizes[0], 0, self._sizes[1])
+        return self._layers or [(nothing, nothing)] * self._num_layers

@@ -7,22 +7,56 @@ the target on the way down the tree.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from paceline.decode.chain import Answer, Decoded, Pass, draft_logits, inference, prompt_tensor
+from paceline.decode.answers import Decoded
 from paceline.decode.compatibility import check_pair
+from paceline.decode.draft_session import DraftSession
 from paceline.decode.draft_tree import DraftTree, build_tree
+from paceline.decode.loop import PassTokens, decode_prompt, draft_logits, inference
 from paceline.decode.sampling import Greedy, TokenChooser
 from paceline.decode.session import TargetSession
 
 if TYPE_CHECKING:
     from paceline.drafter.network import Drafter
     from paceline.target_model.model import TargetModel
+
+
+class Tree:
+    """Drafts a tree, verifies all its nodes at once, keeps the branch that the target's choices follow.
+
+    Args:
+        drafts: the drafter's session.
+        choice: how the target chooses.
+        budget: nodes of a tree.
+        temperature, chain: see `build_tree`.
+    """
+
+    def __init__(
+        self, drafts: DraftSession, choice: TokenChooser, budget: int, *, temperature: float = 1.0, chain: bool = False
+    ) -> None:
+        self._drafts, self._choice = drafts, choice
+        self._budget, self._temperature, self._chain = budget, temperature, chain
+
+    def begin(self, features: Tensor) -> None:
+        """Takes the prompt's features, [T, N·H]."""
+        self._drafts.extend(features)
+
+    def advance(self, session: TargetSession, token: int, room: int) -> PassTokens:
+        """Drafts, reads anchor and nodes in one forward, and keeps one branch."""
+        start = session.length
+        logits = draft_logits(session.target, self._drafts, token, start)
+        tree = build_tree(logits, self._budget, temperature=self._temperature, chain=self._chain)
+        places, tokens, features = _verify(session, tree, token, start, self._choice)
+        kept = torch.tensor(places, device=session.target.device)
+        session.keep_places(start, kept)
+        self._drafts.extend(features[kept])
+        return PassTokens(tokens, int(tree.depths.max(initial=0)))
 
 
 @inference
@@ -57,30 +91,10 @@ def tree_decode(
     """
     check_pair(target, network.spec)
     choice = choice or Greedy()
-    started = time.perf_counter()
-    answer = Answer(len(prompt_ids), target, max_new_tokens, stop_ids)
-    session, context = TargetSession(target), network.new_cache()
-    session.check_branches()
-    logits, features = session.read(prompt_tensor(prompt_ids, target), last_only=True)
-    network.extend(context, features)
-    token = choice.token(logits[-1])
-    answer.add([token])
-    prompted = time.perf_counter()
-    passes: list[Pass] = []
-    while answer.finish is None:
-        start = session.length
-        tree = build_tree(
-            draft_logits(target, network, context, token, start), budget, temperature=temperature, chain=chain
-        )
-        places, tokens, features = _verify(session, tree, token, start, choice)
-        counted = answer.add(tokens)
-        accepted = len(tokens) - 1
-        passes.append(Pass(start, int(tree.depths.max(initial=0)), min(accepted, counted), counted))
-        kept = torch.tensor(places, device=target.device)
-        session.keep_places(start, kept)
-        network.extend(context, features[kept])
-        token = tokens[-1]
-    return Decoded(answer.ids, answer.finish, passes, time.perf_counter() - prompted, prompted - started)
+    tree = Tree(DraftSession(network), choice, budget, temperature=temperature, chain=chain)
+    return decode_prompt(
+        target, prompt_ids, tree, choice, max_new_tokens=max_new_tokens, stop_ids=stop_ids, branches=True
+    )
 
 
 def _verify(

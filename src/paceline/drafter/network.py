@@ -1,4 +1,4 @@
-"""The DFlash network: one forward for training over packed documents and for decoding with a context cache.
+"""The DFlash network: one forward for training over packed documents and for decoding after a stored context.
 
 The features of a token (target layer outputs, concatenated) become one context vector that every draft layer reads
 as keys and values; queries come from the blocks only. Parameter names are those of published checkpoints
@@ -18,8 +18,6 @@ from torch import Tensor, nn
 
 from paceline.drafter.attention import BACKENDS, Attention, decode_attention
 from paceline.drafter.attention.layout import Layout
-from paceline.drafter.context_cache import ContextCache
-from paceline.drafter.fast_draft import MOST_WAITING, FusedWeights, weights_key
 from paceline.drafter.layers import GatedMLP, Linear, RMSNorm, rotary_table, rotate
 from paceline.drafter.spec import DrafterSpec
 from paceline.errors import DrafterError
@@ -108,7 +106,6 @@ class Drafter(nn.Module):
         super().__init__()
         self.spec = spec
         self.attention = attention
-        self._copied: FusedWeights | None = None
         self.fc = Linear(len(spec.taps) * spec.hidden_size, spec.hidden_size)
         self.hidden_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
         self.layers = nn.ModuleList(DraftLayer(spec) for _ in range(spec.num_layers))
@@ -156,26 +153,6 @@ class Drafter(nn.Module):
         contexts = (layer.self_attn.keys_values(context, table) for layer in self.draft_layers())
         return self._blocks(block_embeddings, contexts, layout, self._backend(block_embeddings.device))
 
-    def new_cache(self) -> ContextCache:
-        """An empty context cache for one sequence."""
-        return ContextCache(self.spec.num_layers, self.spec.num_key_value_heads, self.spec.head_dim)
-
-    @torch.no_grad()
-    def extend(self, cache: ContextCache, features: Tensor) -> None:
-        """Appends the context of the next tokens of a sequence to its cache.
-
-        Args:
-            cache: of this network, whose weights stay as they are while it is used.
-            features: tap outputs of the tokens at positions `cache.length`, ..., [T, N·H].
-        """
-        if self.attention != "auto":
-            positions = torch.arange(cache.length, cache.length + features.shape[0], device=features.device)
-            cache.append(self.context_parts(features, positions))
-            return
-        cache.waiting.append(features)
-        if cache.length - cache.stored > MOST_WAITING:
-            self._settle(cache)
-
     @torch.no_grad()
     def context_parts(self, features: Tensor, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Keys and values [G, T, E] of context tokens, one pair a draft layer.
@@ -187,45 +164,6 @@ class Drafter(nn.Module):
         table = self._table(positions, features.dtype)
         context = self.context(features)
         return [layer.self_attn.keys_values(context, table) for layer in self.draft_layers()]
-
-    @torch.no_grad()
-    def draft(self, cache: ContextCache, block_embeddings: Tensor, position: int) -> Tensor:
-        """Hidden states of one block.
-
-        Args:
-            cache: context of the sequence; only tokens before `position` are seen.
-            block_embeddings: embedded slots [K, D]: the anchor's token, then mask tokens.
-            position: of the anchor in the sequence, at most `cache.length`.
-
-        Returns:
-            Final normalised hidden states [K, D].
-
-        Raises:
-            DrafterError: the cache ends before the anchor.
-        """
-        length = cache.length
-        if length < position:
-            raise DrafterError(f"the context cache holds {length} tokens; a block at {position} needs {position}")
-        if self.attention == "auto" and length == position:
-            return self._weights(cache, block_embeddings).draft(cache, block_embeddings)
-        self._settle(cache)
-        return self.draft_blocks(cache.layers(block_embeddings), cache.capacity, [position], block_embeddings[None])[0]
-
-    def _weights(self, cache: ContextCache, like: Tensor) -> FusedWeights:
-        """Copied weights for a sequence; the copies of the last one where no weight was written since."""
-        if cache.weights is None:
-            if self._copied is None or self._copied.key != weights_key(self, like.dtype):
-                self._copied = None  # the old copies go before there are new ones
-                self._copied = FusedWeights(self, like.dtype)
-            cache.weights = self._copied
-        return cache.weights
-
-    def _settle(self, cache: ContextCache) -> None:
-        """Stores keys and values of the tokens that wait."""
-        if cache.waiting:
-            features = torch.cat(cache.waiting)
-            self._weights(cache, features).extend(cache, features)
-            cache.waiting.clear()
 
     @torch.no_grad()
     def draft_blocks(

@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from paceline.config import EvaluateConfig
+from paceline.decode.answers import Decoded
 from paceline.decode.batched import batch_decode
-from paceline.decode.chain import Decoded, plain_decode, speculative_decode
+from paceline.decode.chain import speculative_decode
 from paceline.decode.compatibility import check_pair, fitting
+from paceline.decode.loop import plain_decode
 from paceline.decode.masked_forward import check_masks
 from paceline.decode.sampling import Greedy, Sampled, TokenChooser
 from paceline.decode.tree import tree_decode

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.config import Settings
 from paceline.data.tokenizer import load_tokenizer
-from paceline.decode.chain import greedy_decode
+from paceline.decode.loop import greedy_decode
 from paceline.evaluate.evaluate import check_way, evaluate
 from paceline.evaluate.prompts import PromptRenderer, render_prompts, with_later_turns
 from paceline.evaluate.report import EvaluationReport

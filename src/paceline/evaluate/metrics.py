@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from paceline.decode.chain import Pass
+from paceline.decode.answers import Pass
 
 CONTEXT_EDGES = (256, 1024, 4096, 16384, 65536)
 """Upper ends, in tokens, of the context lengths that are told apart; the last class is open."""

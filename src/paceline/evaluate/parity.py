@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from paceline.decode.chain import Decoded
+from paceline.decode.answers import Decoded
 
 if TYPE_CHECKING:
     from paceline.drafter.network import Drafter

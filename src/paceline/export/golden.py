@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from safetensors.torch import load_file, save_file
 
+from paceline.decode.draft_session import DraftSession
 from paceline.drafter.network import Drafter
 from paceline.errors import ExportError
 
@@ -104,9 +105,9 @@ def draft_logits(spec: DrafterSpec, state: Mapping[str, Tensor], inputs: GoldenI
     with torch.device("meta"):
         network = Drafter(spec)
     network.load_state_dict({name: tensor.float() for name, tensor in state.items()}, assign=True)
-    cache = network.new_cache()
-    network.extend(cache, inputs.features)
-    hidden = network.draft(cache, inputs.block_embeddings, inputs.features.shape[0])
+    session = DraftSession(network)
+    session.extend(inputs.features)
+    hidden = session.draft(inputs.block_embeddings, inputs.features.shape[0])
     return hidden, hidden @ inputs.head.T
 
 

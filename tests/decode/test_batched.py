@@ -8,7 +8,8 @@ import torch
 from informed_choice import Informed
 from paceline.decode import batch_session, batched, kv_cache
 from paceline.decode.batched import batch_decode
-from paceline.decode.chain import greedy_decode, speculative_decode
+from paceline.decode.chain import speculative_decode
+from paceline.decode.loop import greedy_decode
 from paceline.decode.sampling import Sampled
 from paceline.errors import DataError, TargetError
 

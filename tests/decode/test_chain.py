@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from informed_choice import Informed
-from paceline.decode.chain import greedy_decode, speculative_decode
+from paceline.decode.chain import speculative_decode
 from paceline.decode.compatibility import check_pair
+from paceline.decode.loop import greedy_decode
 from paceline.errors import DataError, DrafterError
 
 FAMILIES = {

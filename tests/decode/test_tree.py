@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from paceline.decode import kv_cache
-from paceline.decode.chain import greedy_decode, plain_decode
 from paceline.decode.draft_tree import build_tree, reference_tree
+from paceline.decode.loop import greedy_decode, plain_decode
 from paceline.decode.sampling import Sampled
 from paceline.decode.topk import Candidates
 from paceline.decode.tree import tree_decode
@@ -142,7 +142,7 @@ def test_trees_that_know_the_answer_accept_whole_branches(make_pair, prompts, mo
     prompt = prompts[4]
     whole = greedy_decode(target, prompt, max_new_tokens=60).ids
 
-    def informed(target, network, context, token, position):
+    def informed(target, drafts, token, position):
         place = position - len(prompt)
         logits = torch.zeros(5, 97)
         for slot in range(5):

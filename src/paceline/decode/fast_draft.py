@@ -10,6 +10,7 @@ Shape letters: T context rows, K slots, D hidden size, N taps, H query heads, G 
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -17,17 +18,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from paceline.drafter.context_cache import ContextCache
+from paceline.decode.kv_cache import ContextStore
 from paceline.drafter.layers import accumulation_dtype, rotary_table
 
 if TYPE_CHECKING:
     from paceline.drafter.network import Drafter, DraftLayer
     from paceline.drafter.spec import DrafterSpec
 
-MOST_WAITING = 64
-"""Context rows that may wait for the next block; more, as a prompt has, would compute queries for nothing."""
 POSITIONS = 1024
 """Positions of the rotary table at first."""
+_newest: weakref.WeakKeyDictionary[nn.Module, FusedWeights] = weakref.WeakKeyDictionary()
+"""The last copies, by network."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,25 +64,31 @@ class FusedWeights:
             self._layers = [self._copied(layer) for layer in network.draft_layers()]
         self._table = self._rotary(POSITIONS)
 
-    def extend(self, cache: ContextCache, features: Tensor) -> None:
+    def extend(self, store: ContextStore, features: Tensor) -> None:
         """Keys and values of the next tokens at once, from features [T, N·H]."""
-        start, spec = cache.stored, self.spec
+        start, spec = store.stored, self.spec
         cos, sin = self._angles(start, features.shape[0])
         context = self._context(features)
         first = spec.num_attention_heads * spec.head_dim
-        cache.make_room(features.shape[0], context)
+        store.make_room(features.shape[0], context)
         for index, layer in enumerate(self._layers):
             rows = (context @ layer.into[:, first:]).view(context.shape[0], -1, spec.head_dim)
             keys = self._heads(rows[:, : spec.num_key_value_heads], layer.heads[spec.num_attention_heads :], cos, sin)
-            cache.write(index, start, keys, rows[:, spec.num_key_value_heads :])
-        cache.stored += features.shape[0]
+            store.write(index, start, keys, rows[:, spec.num_key_value_heads :])
+        store.stored += features.shape[0]
 
-    def draft(self, cache: ContextCache, block: Tensor) -> Tensor:
-        """Final hidden states [K, D] of the block after all that the cache holds or that waits in it."""
-        context = self._context(torch.cat(cache.waiting)) if cache.waiting else block[:0]
-        spec, start, new = self.spec, cache.stored, context.shape[0]
+    def draft(self, store: ContextStore, waiting: Tensor | None, block: Tensor) -> Tensor:
+        """Final hidden states [K, D] of a block.
+
+        Args:
+            store: keys and values of the context; those of the waiting tokens are added to it.
+            waiting: features [T, N·H] of the tokens after the stored ones; None: there are none.
+            block: embedded slots [K, D].
+        """
+        context = block[:0] if waiting is None else self._context(waiting)
+        spec, start, new = self.spec, store.stored, context.shape[0]
         cos, sin = self._angles(start, new + block.shape[0])
-        cache.make_room(new + block.shape[0], block)
+        store.make_room(new + block.shape[0], block)
         attend = _Attention(spec, start + new, block.shape[0], block.device)
         x, keyed = block, spec.num_attention_heads + spec.num_key_value_heads
         for index, layer in enumerate(self._layers):
@@ -89,13 +96,13 @@ class FusedWeights:
             rows = torch.cat([context, slots]) if new else slots
             heads = (rows @ layer.into).view(rows.shape[0], -1, spec.head_dim)
             turned = self._heads(heads[:, :keyed], layer.heads, cos, sin)
-            keys, values = cache.write(index, start, turned[:, spec.num_attention_heads :], heads[:, keyed:])
+            keys, values = store.write(index, start, turned[:, spec.num_attention_heads :], heads[:, keyed:])
             seen = attend(index, turned[new:, : spec.num_attention_heads], keys, values)
             x = torch.addmm(x, seen, layer.out)
             inner = self._normed(x, layer.between) @ layer.gate_up
             gate, up = inner.chunk(2, dim=-1)
             x = torch.addmm(x, F.silu(gate).mul_(up), layer.down)
-        cache.settle(new)
+        store.stored += new  # the block itself was written behind; it means nothing now
         return self._normed(x, self._norm_out)
 
     def _context(self, features: Tensor) -> Tensor:
@@ -178,6 +185,16 @@ class _Attention:
         if window is not None:
             seen &= slots - columns < window
         return seen.repeat_interleave(self._spec.num_attention_heads // self._spec.num_key_value_heads, dim=0)
+
+
+def fused_weights(network: Drafter, dtype: torch.dtype) -> FusedWeights:
+    """Copied weights of a network; those of the last call where no weight was written since."""
+    known = _newest.get(network)
+    if known is None or known.key != weights_key(network, dtype):
+        _newest.pop(network, None)  # the old copies go before there are new ones
+        del known
+        _newest[network] = FusedWeights(network, dtype)
+    return _newest[network]
 
 
 def weights_key(network: nn.Module, dtype: torch.dtype) -> tuple[object, ...]:

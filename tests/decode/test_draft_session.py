@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from drafter_cases import KINDS, small_spec
-from paceline.drafter import fast_draft
-from paceline.drafter.context_cache import ContextCache
+from paceline.decode import fast_draft
+from paceline.decode.draft_session import DraftSession
 from paceline.drafter.network import Drafter
 
 
@@ -41,12 +41,12 @@ def test_drafts_equal_the_slow_path(kind, dtype, tolerance, monkeypatch):
     network = lively(**kind)
     spec = network.spec
     features = values(400, len(spec.taps) * spec.hidden_size, dtype=dtype)
-    cache = network.new_cache()
+    session = DraftSession(network)
     for place, end in enumerate((1, 2, 7, 7, 90, 93, 260, 262, 263, 399)):
-        network.extend(cache, features[cache.length : end])
+        session.extend(features[session.length : end])
         block = values(spec.block_size, spec.hidden_size, seed=place, dtype=dtype)
-        found = network.draft(cache, block, end)
-        assert found.dtype == dtype and cache.length == cache.stored == end
+        found = session.draft(block, end)
+        assert found.dtype == dtype and session.length == session.store.stored == end
         expected = slowly(network, features[:end], block)
         torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
@@ -56,34 +56,34 @@ def test_a_block_leaves_nothing_behind_for_the_next():
     spec = network.spec
     features = values(30, len(spec.taps) * spec.hidden_size)
     blocks = values(3, spec.block_size, spec.hidden_size)
-    cache = network.new_cache()
-    network.extend(cache, features[:20])
-    network.draft(cache, 9 * blocks[0], 20)
-    torch.testing.assert_close(network.draft(cache, blocks[1], 20), slowly(network, features[:20], blocks[1]))
+    session = DraftSession(network)
+    session.extend(features[:20])
+    session.draft(9 * blocks[0], 20)
+    torch.testing.assert_close(session.draft(blocks[1], 20), slowly(network, features[:20], blocks[1]))
     # At an earlier place of what is stored, too, and after tokens that were taken back.
-    torch.testing.assert_close(network.draft(cache, blocks[1], 12), slowly(network, features[:12], blocks[1]))
+    torch.testing.assert_close(session.draft(blocks[1], 12), slowly(network, features[:12], blocks[1]))
     for piece in (features[20:23], features[23:27]):
-        network.extend(cache, piece)
-    cache.crop(24)
-    assert (cache.length, cache.stored) == (24, 20)
-    torch.testing.assert_close(network.draft(cache, blocks[2], 24), slowly(network, features[:24], blocks[2]))
-    cache.crop(11)
-    assert (cache.length, cache.stored) == (11, 11)
-    torch.testing.assert_close(network.draft(cache, blocks[2], 11), slowly(network, features[:11], blocks[2]))
+        session.extend(piece)
+    session.crop(24)
+    assert (session.length, session.store.stored) == (24, 20)
+    torch.testing.assert_close(session.draft(blocks[2], 24), slowly(network, features[:24], blocks[2]))
+    session.crop(11)
+    assert (session.length, session.store.stored) == (11, 11)
+    torch.testing.assert_close(session.draft(blocks[2], 11), slowly(network, features[:11], blocks[2]))
 
 
 def test_waiting_features_are_cropped_by_tokens():
-    cache = ContextCache(1, 2, 4)
-    cache.append([(torch.ones(2, 3, 4), torch.ones(2, 3, 4))])
-    cache.waiting += [torch.zeros(2, 8), torch.ones(3, 8)]
-    cache.crop(99)
-    assert cache.length == 8
-    cache.crop(6)
-    assert [part.shape[0] for part in cache.waiting] == [2, 1] and cache.length == 6
-    cache.crop(4)
-    assert [part.shape[0] for part in cache.waiting] == [1] and cache.stored == 3
-    cache.crop(2)
-    assert not cache.waiting and (cache.length, cache.stored) == (2, 2)
+    network = lively()
+    session = DraftSession(network)
+    features = values(100, len(network.spec.taps) * network.spec.hidden_size)
+    session.extend(features[:70])
+    session.extend(features[:2])
+    session.extend(features[:3])
+    session.crop(99)
+    assert (session.length, session.store.stored) == (75, 70)
+    for length, stored in ((73, 70), (71, 70), (2, 2)):
+        session.crop(length)
+        assert (session.length, session.store.stored) == (length, stored)
 
 
 @pytest.mark.parametrize("inference", [False, True], ids=["", "first in inference mode"])
@@ -93,31 +93,33 @@ def test_weights_are_copied_once_and_anew_when_written(inference):
     features, block = values(5, len(spec.taps) * spec.hidden_size), values(spec.block_size, spec.hidden_size)
 
     def draft() -> torch.Tensor:
-        cache = network.new_cache()
-        network.extend(cache, features)
-        return network.draft(cache, block, 5)
+        session = DraftSession(network)
+        session.extend(features)
+        return session.draft(block, 5)
 
     with torch.inference_mode(inference):
         before = draft().clone()
-    copies = network._copied
-    assert torch.equal(draft(), before) and network._copied is copies
+    copies = fast_draft.fused_weights(network, torch.float32)
+    assert torch.equal(draft(), before) and fast_draft.fused_weights(network, torch.float32) is copies
     optimizer = torch.optim.SGD(network.parameters(), lr=0.5)
     hidden = network.training_forward(features, [5], [5], [1], block[None])
     hidden.square().sum().backward()
     optimizer.step()
     after = draft()
-    assert network._copied is not copies and not torch.allclose(after, before, atol=1e-3)
+    assert fast_draft.fused_weights(network, torch.float32) is not copies and not torch.allclose(
+        after, before, atol=1e-3
+    )
     torch.testing.assert_close(after, slowly(network, features, block))
     network.load_state_dict(lively().state_dict())
     torch.testing.assert_close(draft(), before)
     network.double()
     features, block = features.double(), block.double()
-    assert draft().dtype == torch.float64 and network._copied.key != copies.key
+    assert draft().dtype == torch.float64 and fast_draft.fused_weights(network, torch.float64).key != copies.key
 
 
 def test_copies_are_no_part_of_the_network():
     network = lively()
     names, spec = list(network.state_dict()), network.spec
-    network.draft(network.new_cache(), values(spec.block_size, spec.hidden_size), 0)
+    DraftSession(network).draft(values(spec.block_size, spec.hidden_size), 0)
     assert list(network.state_dict()) == names
     assert all(parameter.requires_grad for parameter in network.parameters())
