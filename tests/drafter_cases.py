@@ -10,6 +10,7 @@ import torch
 
 from paceline.config import DrafterConfig, ObjectiveConfig, OptimizerConfig
 from paceline.drafter.anchors import sample_anchors
+from paceline.drafter.attention.layout import Layout
 from paceline.drafter.learner import Learner
 from paceline.drafter.spec import DrafterSpec
 from paceline.types import FeatureBatch, HostBatch, PlannedBatch, PlannedStep, StepReport
@@ -129,3 +130,34 @@ def slow_dpace(ce, live, alpha) -> list[float]:
     q = [(1 - alpha) * math.exp(-c) + alpha if on else 1.0 for c, on in zip(ce, live, strict=True)]
     reach = [math.prod(q[: m + 1]) if live[m] else 0.0 for m in range(len(q))]
     return [sum(reach[j:]) if live[j] else 0.0 for j in range(len(q))]
+
+
+SHAPES = [
+    ([9], [2, 3, 7], [3], 3),
+    ([5, 1, 12], [0, 4, 1, 5, 6, 11], [2, 0, 4], 4),
+    ([30, 4, 30], [*range(0, 30, 2), 0, 1, 29], [15, 2, 1], 2),
+    ([3], [3], [1], 5),
+]
+
+
+def layout_of(shape) -> Layout:
+    lengths, anchors, counts, slots = shape
+    return Layout.of(np.array(lengths), np.array(anchors), np.array(counts), slots, torch.device("cpu"))
+
+
+def attention_inputs(layout: Layout, seed: int) -> list[torch.Tensor]:
+    """Queries, context keys and values, block keys and values, with 2 key heads of 3 query heads each, float64."""
+    generator = torch.Generator().manual_seed(seed)
+    groups, repeats, size = 2, 3, 4
+    count, slots = len(layout.anchors), layout.block_size
+
+    def make(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).requires_grad_()
+
+    return [
+        make(groups, count, slots, repeats, size),
+        make(groups, layout.num_context, size),
+        make(groups, layout.num_context, size),
+        make(groups, count, slots, size),
+        make(groups, count, slots, size),
+    ]

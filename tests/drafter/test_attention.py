@@ -8,22 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.drafter.attention import BACKENDS, decode_attention, flex, split
+from drafter_cases import SHAPES, attention_inputs, layout_of
+from paceline.drafter.attention import BACKENDS, decode_attention, split
 from paceline.drafter.attention.dense import visible
 from paceline.drafter.attention.layout import Layout
 from paceline.errors import DrafterError
-
-SHAPES = [
-    ([9], [2, 3, 7], [3], 3),
-    ([5, 1, 12], [0, 4, 1, 5, 6, 11], [2, 0, 4], 4),
-    ([30, 4, 30], [*range(0, 30, 2), 0, 1, 29], [15, 2, 1], 2),
-    ([3], [3], [1], 5),
-]
-
-
-def layout_of(shape) -> Layout:
-    lengths, anchors, counts, slots = shape
-    return Layout.of(np.array(lengths), np.array(anchors), np.array(counts), slots, torch.device("cpu"))
 
 
 def brute_force(shape, window, causal) -> np.ndarray:
@@ -45,23 +34,6 @@ def brute_force(shape, window, causal) -> np.ndarray:
     return mask
 
 
-def inputs(layout: Layout, seed: int):
-    generator = torch.Generator().manual_seed(seed)
-    groups, repeats, size = 2, 3, 4
-    count, slots = len(layout.anchors), layout.block_size
-
-    def make(*shape):
-        return torch.randn(*shape, generator=generator, dtype=torch.float64).requires_grad_()
-
-    return [
-        make(groups, count, slots, repeats, size),
-        make(groups, layout.num_context, size),
-        make(groups, layout.num_context, size),
-        make(groups, count, slots, size),
-        make(groups, count, slots, size),
-    ]
-
-
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("window", [None, 1, 3, 6, 100])
 @pytest.mark.parametrize("causal", [False, True])
@@ -78,7 +50,7 @@ def test_split_equals_dense(monkeypatch, shape, window, causal, slots_at_once):
     layout = layout_of(shape)
     results = []
     for name in ("dense", "split"):
-        tensors = inputs(layout, seed=3)
+        tensors = attention_inputs(layout, seed=3)
         output = BACKENDS[name](*tensors, layout, window, causal)
         weight = torch.linspace(-1, 2, output.numel(), dtype=torch.float64).view(output.shape)
         (output * weight).sum().backward()
@@ -99,7 +71,7 @@ def test_split_equals_dense_on_random_layouts(monkeypatch):
         shape = (lengths, np.concatenate(anchors), counts, int(random.integers(2, 7)))
         layout = layout_of(shape)
         for window, causal in itertools.product([None, int(random.integers(1, 30))], [False, True]):
-            tensors = inputs(layout, trial)
+            tensors = attention_inputs(layout, trial)
             reference = BACKENDS["dense"](*tensors, layout, window, causal)
             torch.testing.assert_close(BACKENDS["split"](*tensors, layout, window, causal), reference)
 
@@ -111,7 +83,7 @@ def test_rows_equal_dense(anchors, window, causal):
     """One block a sequence, each with room for 12 tokens; what lies at and after the anchor is not looked at."""
     layout = layout_of(([12] * len(anchors), anchors, [1] * len(anchors), 4))
     with torch.no_grad():
-        tensors = [tensor.detach() for tensor in inputs(layout, seed=3)]
+        tensors = [tensor.detach() for tensor in attention_inputs(layout, seed=3)]
         reference = BACKENDS["dense"](*tensors, layout, window, causal)
         for row, anchor in enumerate(anchors):
             for tensor in tensors[1:3]:
@@ -128,36 +100,3 @@ def test_bad_layouts_are_refused():
     ]:
         with pytest.raises(DrafterError, match=text):
             Layout.of(np.array(lengths), np.array(anchors), np.array(counts), 2, device)
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("window", [None, 3, 100])
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-def test_flex_equals_dense(shape, window, causal):
-    """On the CPU torch's flex_attention has no backward pass; its values are those of the reference."""
-    layout = layout_of(shape)
-    with torch.no_grad():
-        tensors = [tensor.detach().float() for tensor in inputs(layout, seed=3)]
-        reference = BACKENDS["dense"](*tensors, layout, window, causal)
-        torch.testing.assert_close(BACKENDS["flex"](*tensors, layout, window, causal), reference)
-
-
-def test_flex_masks_are_the_rule_at_padded_sizes():
-    for shape, window, causal in itertools.product(SHAPES, [None, 1, 4], [False, True]):
-        layout = layout_of(shape)
-        mask = flex.block_mask(layout, window, causal, 128, 128)
-        assert mask is flex.block_mask(layout, window, causal, 128, 128)
-        rows, columns = torch.arange(128)[:, None], torch.arange(256)[None, :]
-        dense = mask.mask_mod(torch.tensor(0), torch.tensor(0), rows, columns)
-        slots, real = len(layout.anchors) * layout.block_size, layout.num_context
-        seen = torch.cat([dense[:slots, :real], dense[:slots, 128 : 128 + slots]], dim=1)
-        assert torch.equal(seen, visible(layout, window, causal))
-        # Nothing real sees padding.
-        assert dense[:slots].sum() == seen.sum() and dense.any(dim=1).all()
-
-
-def test_few_padded_sizes():
-    sizes = {flex.padded_size(count) for count in range(1, 50_000)}
-    assert len(sizes) < 60
-    assert all(count <= flex.padded_size(count) <= max(128, 1.13 * count + 127) for count in range(1, 50_000))

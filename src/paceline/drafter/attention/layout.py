@@ -96,6 +96,25 @@ class Layout:
         """A host array on the layout's device."""
         return torch.from_numpy(np.ascontiguousarray(values)).to(self.device, non_blocking=True)
 
+    def ranges(self, window: int | None, causal: bool) -> np.ndarray:
+        """What each slot sees: a run of packed context tokens and a run of slots of its own block, half-open.
+
+        A block of anchor a sees the context of its document before a and all slots of its block, with `causal` none
+        after the slot itself; a window counts from the slot.
+
+        Returns:
+            (context start, context end, slot start, slot end), int64 [4, A·K]; slots count over all blocks.
+        """
+        slot = np.arange(self.block_size)
+        anchors, starts = self.anchors[:, None], self.starts[:, None]
+        block = (np.arange(len(self.anchors)) * self.block_size)[:, None] + 0 * slot
+        reach = anchors + slot if window is None else np.minimum(anchors + slot, window - 1)
+        context_end = starts + anchors + 0 * slot
+        context_start = np.minimum(starts + anchors + slot - reach, context_end)
+        own_end = block + (slot + 1 if causal else self.block_size)
+        own_start = block if window is None else block + np.maximum(slot - window + 1, 0)
+        return np.stack([part.reshape(-1) for part in (context_start, context_end, own_start, own_end)])
+
     def groups(self, window: int | None, slots_at_once: int) -> list[tuple[int, int, int, int]]:
         """Runs of anchors of one document with the context that they may see together.
 
