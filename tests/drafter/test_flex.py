@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from pathlib import Path
 
@@ -27,14 +28,15 @@ def compile_with(monkeypatch):
     """Lets the CUDA path run on the CPU: the kernel is compiled by another backend, with a backward pass."""
 
     def use(backend):
-        torch._dynamo.reset()
-        kernel = torch.compile(flex_attention.flex_attention, dynamic=True, fullgraph=True, backend=backend)
+        monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
         monkeypatch.setattr(flex_attention, "_validate_device", lambda *tensors: None)
-        monkeypatch.setattr(flex, "_kernel", lambda: kernel)
         monkeypatch.setattr(flex, "_attend", flex.compiled)
 
+    torch._dynamo.reset()
+    flex._kernel.cache_clear()
     yield use
     torch._dynamo.reset()
+    flex._kernel.cache_clear()
 
 
 @pytest.mark.parametrize("shape", SHAPES)
