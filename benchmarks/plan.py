@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from paceline.config.plan import PlanConfig
+from paceline.config.schema import PlanConfig
 from paceline.plan.epoch import plan_epoch
 from paceline.plan.metrics import batch_totals, step_deviation, weighted_means
 

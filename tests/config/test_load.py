@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,8 @@ from typing import Any
 import pytest
 import yaml
 
-from paceline.config import Settings, dump_settings, load_settings, setting_rows
+from paceline.config import Settings, dump_settings, known_names, load_settings, setting_rows
+from paceline.config.load import REMOVED, RENAMED
 from paceline.errors import ConfigError
 
 BASE = "run_dir: runs/x\ntarget:\n  path: models/t\n"
@@ -204,3 +206,24 @@ def test_booleans_stay_booleans_elsewhere() -> None:
     assert load_settings(None, {**needed, "target.trust_remote_code": "on"}).target.trust_remote_code is True
     with pytest.raises(ConfigError, match=r"observe\.wandb = True: not allowed; allowed: off, offline, online"):
         load_settings(None, {**needed, "observe.wandb": "on"})
+
+
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [
+        ("flow: {verifier_device: cpu}", "flow.verifier_device: unknown key; did you mean evaluate.device?"),
+        ("flow: {verifier_wait_s: 1}", "flow.verifier_wait_s: unknown key; did you mean evaluate.wait_s?"),
+        ("drafter: {hidden_size: 64}", "drafter.hidden_size: unknown key; the drafter is always as wide as the target"),
+    ],
+)
+def test_an_old_key_is_answered_with_the_new_one(tmp_path: Path, text: str, hint: str) -> None:
+    (line,) = errors(tmp_path, BASE + text + "\n")
+    assert hint in line
+    name = hint.split(":")[0]
+    with pytest.raises(ConfigError, match=f"--{name}: unknown setting; {re.escape(hint.split('; ')[1])}"):
+        load_settings(None, {"run_dir": "r", "target.path": "t", name: "1"})
+
+
+def test_names_of_today_are_in_the_table_of_renames() -> None:
+    assert set(RENAMED.values()) <= set(known_names())
+    assert not {*RENAMED, *REMOVED} & set(known_names())

@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-import template_families as families
-from template_families import Family
 
+import template_families as families
 from paceline.data.chat_template import Encoder, Renderer
 from paceline.data.loss_mask import Sample, check_generation_tags, samples_of
 from paceline.data.rows import Conversation, RowRejected, read_row
 from paceline.data.tokenizer import load_tokenizer
 from paceline.errors import DataError
+from template_families import Family
 
 U, A, S, T = "user", "assistant", "system", "tool"
 

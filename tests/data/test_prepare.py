@@ -12,8 +12,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import template_families as families
 
+import template_families as families
 from paceline.config import DataConfig
 from paceline.data.prepare import check_store, prepare
 from paceline.data.report import NOTES, REASONS, PrepareReport

@@ -7,15 +7,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-import template_families as families
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from template_families import Family
 
+import template_families as families
 from paceline.data.chat_template import Encoder, Renderer
 from paceline.data.loss_mask import mask_of, samples_of, spans_of
 from paceline.data.rows import Conversation
 from paceline.data.tokenizer import load_tokenizer
+from template_families import Family
 
 CONTENT = st.one_of(
     st.sampled_from(["Hello.", " yes", "\n\n  indented\n", "a  b ", "naïve 中文 🙂", "{'a': 1}\n\n", "x\n", "."]),

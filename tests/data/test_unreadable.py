@@ -9,9 +9,8 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import template_families as families
-from template_families import Family
 
+import template_families as families
 from paceline.cli import main
 from paceline.config import DataConfig
 from paceline.data import prepare as preparing
@@ -25,6 +24,7 @@ from paceline.errors import DataError
 from paceline.regenerate.client import Client, Endpoint, regenerate_remote
 from paceline.regenerate.loop import RegenerateSettings
 from paceline.types import Sampling
+from template_families import Family
 
 ROW = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello there."}]}
 

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from drafter_cases import close_window, frozen, gradient_of, make_batch, make_learner, pick, slow_dpace, small_spec
 from paceline.config import ObjectiveConfig
-from paceline.config.drafter import NoiseConfig
+from paceline.config.learning import NoiseConfig
 from paceline.drafter.block_inputs import build_blocks
 from paceline.drafter.learner import Learner, _share_schedules
 from paceline.errors import DrafterError

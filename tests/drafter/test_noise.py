@@ -8,7 +8,7 @@ import torch
 from pydantic import ValidationError
 
 from drafter_cases import make_batch, small_spec
-from paceline.config.drafter import NoiseConfig
+from paceline.config.learning import NoiseConfig
 from paceline.drafter.noise import add_noise, noise_ratio
 
 

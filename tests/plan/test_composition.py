@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.config.plan import PlanConfig
+from paceline.config.schema import PlanConfig
 from paceline.plan.batches import cut_runs, cut_sequence
 from paceline.plan.budget import BatchBudget
 from paceline.plan.entries import enter

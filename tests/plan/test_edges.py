@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.config.plan import PlanConfig
+from paceline.config.schema import PlanConfig
 from paceline.errors import PlanError
 from paceline.plan.budget import BatchBudget
 from paceline.plan.edges import best_edges, edge_ladder, predict, smallest_distinct

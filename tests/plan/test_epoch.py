@@ -6,7 +6,7 @@ import sys
 import numpy as np
 import pytest
 
-from paceline.config.plan import PlanConfig
+from paceline.config.schema import PlanConfig
 from paceline.errors import PlanError
 from paceline.plan.epoch import plan_epoch
 
@@ -79,7 +79,7 @@ def test_same_key_same_plan_and_every_key_another():
 
 def test_fingerprint_is_the_same_in_another_process_and_forever():
     code = (
-        "import numpy as np; from paceline.config.plan import PlanConfig; from paceline.plan.epoch import plan_epoch\n"
+        "import numpy as np; from paceline.config import PlanConfig; from paceline.plan.epoch import plan_epoch\n"
         "lengths = np.arange(1, 3001) * 7919 % 4096 + 1\n"
         "print(plan_epoch(lengths, None, PlanConfig(), num_anchors=8, block_size=4, seed=1, epoch=2).fingerprint)"
     )

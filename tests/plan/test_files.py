@@ -51,10 +51,10 @@ def test_named_columns_eligible_counts_and_groups(tmp_path):
     ("name", "text", "lines"),
     [
         ("a.txt", "5\nabc\n7", ["a.txt:2: 'abc' is not a whole number"]),
-        ("a.txt", "5\n0\n-3\n2.5", ["a.txt:2: 0 is no length", "a.txt:3: -3 is no length", "a.txt:4: '2.5' is not"]),
+        ("a.txt", "5\n0\n-3\n2.5", ["a.txt:2: 0 is not a length", "a.txt:3: -3 is not a length", "a.txt:4: '2.5' is not"]),
         ("a.txt", "\n# nothing\n", ["a.txt: holds no lengths"]),
-        ("a.jsonl", '{"length": 3}\n{"length": null}', ["a.jsonl:2: null is no length"]),
-        ("a.jsonl", '{"length": 3}\n{"length": true}', ["a.jsonl:2: true is no length"]),
+        ("a.jsonl", '{"length": 3}\n{"length": null}', ["a.jsonl:2: null is not a length"]),
+        ("a.jsonl", '{"length": 3}\n{"length": true}', ["a.jsonl:2: true is not a length"]),
         ("a.jsonl", '{"length": 3}\n{"length"', ["a.jsonl:2: not valid JSON"]),
         ("a.jsonl", '{"text": "x"}', ["a.jsonl:1: has no any of", "it has text"]),
         ("a.jsonl", '{"length": 3, "eligible": 1}\n{"length": 3}', ["1 of 2 rows have `eligible`"]),
@@ -111,8 +111,8 @@ def test_broken_arrays_and_numbers_out_of_range_are_one_line(tmp_path):
         ("broken.npz", "cannot be read as .npz"),
         ("long.npy", r"lengths\[1\] is 2147483648; .* at most 2147483647"),
         ("float.npy", r"lengths\[1\] is 1e\+30; .* at most 2147483647"),
-        ("long.txt", "long.txt:2: 9223372036854775808 is no length"),
-        ("long.jsonl", "long.jsonl:1: 9223372036854775808 is no length"),
+        ("long.txt", "long.txt:2: 9223372036854775808 is not a length"),
+        ("long.jsonl", "long.jsonl:1: 9223372036854775808 is not a length"),
         ("eligible.npz", r"eligible\[1\] is 7, but the sample has 6 tokens"),
     ):
         with pytest.raises(PlanError, match=words) as told:

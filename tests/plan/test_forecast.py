@@ -7,7 +7,7 @@ from itertools import combinations, groupby
 import numpy as np
 import pytest
 
-from paceline.config.plan import PlanConfig
+from paceline.config.schema import PlanConfig
 from paceline.plan.epoch import plan_epoch
 from paceline.plan.forecast import describe, forecast
 from paceline.plan.metrics import batch_totals, lag_correlation, mean_slots, repairing, repeats, step_deviation

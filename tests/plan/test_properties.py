@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.config.plan import PlanConfig, Schedule, Strategy
+from paceline.config.schema import PlanConfig, Schedule, Strategy
 from paceline.plan.budget import BatchBudget
 from paceline.plan.epoch import plan_epoch, plan_schedules
 from paceline.plan.schedules import SCHEDULES

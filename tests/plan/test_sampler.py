@@ -6,7 +6,7 @@ from itertools import chain
 import numpy as np
 import pytest
 
-from paceline.config.plan import PlanConfig
+from paceline.config.schema import PlanConfig
 from paceline.errors import PlanError
 from paceline.plan.batch_sampler import PlanBatchSampler
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from paceline.config.plan import PlanConfig
+from paceline.config.schema import PlanConfig
 from paceline.errors import PlanError
 from paceline.plan.epoch import plan_epoch, plan_schedules
 from paceline.plan.metrics import batch_totals, cost_spread, lag_correlation, repeats, step_deviation

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.config.plan import PlanConfig
+from paceline.config.schema import PlanConfig
 from paceline.errors import PlanError
 from paceline.plan.entries import Groups, groups_of_labels, groups_of_tags
 from paceline.plan.epoch import plan_epoch

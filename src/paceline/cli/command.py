@@ -14,7 +14,7 @@ import tyro
 from rich.console import Console
 from rich.markup import escape
 
-from paceline.config import Settings, known_names, load_settings, setting_rows, suggestion
+from paceline.config import Settings, hint_for, known_names, load_settings, setting_rows
 from paceline.errors import ConfigError, PacelineError
 
 Arguments = TypeVar("Arguments")
@@ -67,7 +67,7 @@ def _dotted(words: Sequence[str], *, allowed: bool, prog: str) -> dict[str, str]
             name, equals, value = word[2:].partition("=")
             key = name.replace("-", "_")
             if not allowed or key not in known_names():
-                hint = suggestion(key, known_names()) if allowed else f"see `{prog} --help`"
+                hint = hint_for(key) if allowed else f"see `{prog} --help`"
                 errors.append(f"--{name}: unknown flag; {hint}")
                 pending = None if equals else ""
             elif equals:

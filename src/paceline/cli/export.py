@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from paceline.config import TargetConfig
-    from paceline.config.target import Quantization
+    from paceline.config.schema import Quantization
     from paceline.drafter.spec import DrafterSpec
     from paceline.export.card import Origin
     from paceline.export.golden import GoldenInputs

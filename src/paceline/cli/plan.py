@@ -16,7 +16,7 @@ from paceline.checkpoint.run_directory import is_run_directory, read_run_facts
 from paceline.cli import command
 from paceline.cli.plan_view import histogram, render, render_comparison, render_edges
 from paceline.config import Settings, load_settings
-from paceline.config.plan import PlanConfig, Schedule, Strategy
+from paceline.config.schema import PlanConfig, Schedule, Strategy
 from paceline.errors import ConfigError, PlanError
 
 if TYPE_CHECKING:

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from paceline.config.checkpoint import CheckpointConfig
-from paceline.config.drafter import DrafterConfig
-from paceline.config.load import dump_settings, known_names, load_settings, setting_rows, suggestion, validate_settings
-from paceline.config.objective import ObjectiveConfig
-from paceline.config.observe import ObserveConfig
-from paceline.config.optimizer import OptimizerConfig
-from paceline.config.plan import PlanConfig
+from paceline.config.learning import DrafterConfig, ObjectiveConfig, OptimizerConfig
+from paceline.config.load import (
+    dump_settings,
+    hint_for,
+    known_names,
+    load_settings,
+    setting_rows,
+    suggestion,
+    validate_settings,
+)
 from paceline.config.schema import (
+    CheckpointConfig,
     DataConfig,
     EvaluateConfig,
     FlowConfig,
+    ObserveConfig,
+    PlanConfig,
     Settings,
     TargetConfig,
     TrainConfig,
@@ -34,6 +40,7 @@ __all__ = [
     "TrainConfig",
     "devices_of",
     "dump_settings",
+    "hint_for",
     "known_names",
     "load_settings",
     "setting_rows",

@@ -22,6 +22,14 @@ from paceline.errors import ConfigError
 KeyPath = tuple[str, ...]
 """Keys from the root of the settings down to one value; list positions are written as their number."""
 
+RENAMED = {
+    "flow.verifier_device": "evaluate.device",
+    "flow.verifier_wait_s": "evaluate.wait_s",
+}
+"""Old name of a setting → its name today. Old names are refused with this hint, never read."""
+REMOVED = {"drafter.hidden_size": "the drafter is always as wide as the target; drop the key"}
+"""Name of a setting that is gone → what to do."""
+
 
 def load_settings(path: str | Path | None, overrides: Mapping[str, str] | None = None) -> Settings:
     """Settings of a YAML file, overridden by dotted flags.
@@ -50,7 +58,7 @@ def validate_settings(document: Any, origins: Mapping[KeyPath, str], source: str
     Args:
         document: nested mapping as YAML gives it.
         origins: place (``file:line`` or ``--flag``) by path, for the errors.
-        source: name of the whole document, for values that stand nowhere.
+        source: name of the whole document, for values without a place of their own.
 
     Raises:
         ConfigError: one line per error.
@@ -81,6 +89,21 @@ def setting_rows(model: type[BaseModel] = Settings, prefix: KeyPath = ()) -> Ite
 def known_names() -> list[str]:
     """Dotted names of all settings."""
     return [name for name, *_ in setting_rows()]
+
+
+def hint_for(name: str) -> str:
+    """What a user who wrote this unknown dotted name should write instead."""
+    if name in RENAMED:
+        return f"did you mean {RENAMED[name]}? (its name today)"
+    if name in REMOVED:
+        return REMOVED[name]
+    section, _, key = name.rpartition(".")
+    known = known_names()
+    same_key = [other for other in known if other.rpartition(".")[2] == key]
+    if len(same_key) == 1:
+        return f"did you mean {same_key[0]}?"
+    owner = _model_at(tuple(section.split(".")) if section else ())
+    return suggestion(key, list(owner.model_fields)) if owner is not None else suggestion(name, known)
 
 
 def suggestion(name: str, allowed: Sequence[str]) -> str:
@@ -167,7 +190,7 @@ def _apply_override(document: dict[str, Any], origins: dict[KeyPath, str], name:
     if isinstance(value, str):
         value = _number(value)
     if ".".join(path) not in known_names():
-        return [f"{flag}: unknown setting; {suggestion('.'.join(path), known_names())}"]
+        return [f"{flag}: unknown setting; {hint_for('.'.join(path))}"]
     place = document
     for key in path[:-1]:
         inner = place.get(key)
@@ -207,11 +230,7 @@ def _explain(error: ErrorDetails, document: Any) -> str:
     name = ".".join(path)
     kind = error["type"]
     if kind == "extra_forbidden":
-        owner = _model_at(path[:-1])
-        allowed = list(owner.model_fields) if owner is not None else []
-        everywhere = [known for known in known_names() if known.rsplit(".", 1)[-1] == path[-1]]
-        hint = f"did you mean {everywhere[0]}?" if len(everywhere) == 1 else suggestion(path[-1], allowed)
-        return f"{name}: unknown key; {hint}"
+        return f"{name}: unknown key; {hint_for(name)}"
     if kind == "missing":
         return f"{name}: required but not given; {_sentence(path)}"
     shown = "" if isinstance(error["input"], (dict, list)) and kind == "value_error" else f" = {_short(error['input'])}"

@@ -1,24 +1,63 @@
 """Settings of a run: strict, frozen pydantic models, a sentence under each field. No torch here.
 
-`Settings` is one YAML file. Every key has its default here and nowhere else; the command line help, the resolved
-configuration in the run directory and the examples are all derived from these models.
+`Settings` is one YAML file. Every key has its default here (drafter, objective and optimizer: in `learning.py`) and
+nowhere else; the command line help, the resolved configuration in the run directory and the examples are all derived
+from these models.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from paceline.config.checkpoint import CheckpointConfig
-from paceline.config.drafter import DrafterConfig
-from paceline.config.objective import ObjectiveConfig
-from paceline.config.observe import ObserveConfig
-from paceline.config.optimizer import OptimizerConfig
-from paceline.config.plan import PlanConfig
+from paceline.config.learning import DrafterConfig, ObjectiveConfig, OptimizerConfig
 from paceline.config.section import Section
-from paceline.config.target import TargetConfig
+
+DataType = Literal["float32", "bfloat16", "float16"]
+Quantization = Literal["stored", "none", "8bit", "4bit"]
+Strategy = Literal["grid", "sorted", "shuffled", "jittered", "windowed", "bucketed", "mixed", "packed"]
+Schedule = Literal["stratified", "proportional", "diverse", "round_robin", "shuffled", "curriculum"]
+
+MAX_COUNT = 2**31 - 1
+"""Tokens, widths and samples are counted in 31 bits."""
+
+
+class TargetConfig(Section):
+    """The frozen language model that the drafter will speed up."""
+
+    path: str
+    """Folder of a Hugging Face causal language model, a .gguf file, or a hub name."""
+    dtype: DataType = "bfloat16"
+    """Type of the target's weights and of the features that it hands over."""
+    adapter: str | None = None
+    """Folder of a LoRA adapter (PEFT) that is merged into the weights on loading."""
+    quantization: Quantization = "stored"
+    """stored: weights as the folder has them. none: quantized weights are widened to `dtype`. 8bit, 4bit: bitsandbytes
+    quantizes plain weights on loading."""
+    taps: list[int] | None = None
+    """Tapped layers: id i is the output of 0-based decoder layer i. Unset: spread over the depth by the usual rule."""
+    num_taps: int = Field(default=5, ge=1)
+    """How many layers to tap when `taps` is unset."""
+    attention: Literal["auto", "eager", "sdpa", "flash_attention_2"] = "auto"
+    """Attention implementation that transformers is asked for."""
+    rows: Literal["padded", "packed"] = "padded"
+    """padded: one document a row of the target's forward. packed: all documents of a micro-batch in one row, where a
+    test at the start proves that they do not see one another; goes with `plan.strategy: packed`."""
+    device_map: Literal["auto"] | list[str] | dict[str, str] | None = None
+    """Spreads one target worker over several devices: auto, a list of devices, or a device for each module name.
+    Unset: all of it on the worker's entry of `flow.target_devices`."""
+    trust_remote_code: bool = False
+    """Whether code that comes with the target may run."""
+
+    @field_validator("device_map", mode="before")
+    @classmethod
+    def _one_of_three_forms(cls, value: Any) -> Any:
+        names = value if isinstance(value, list) else [*value, *value.values()] if isinstance(value, dict) else []
+        if value in (None, "auto") or (names and all(isinstance(name, str) for name in names)):
+            return value
+        raise ValueError("must be auto, a list of devices like [cuda:0, cuda:1], or a device for each module name")
 
 
 class DataConfig(Section):
@@ -50,6 +89,80 @@ class DataConfig(Section):
     """The template's `enable_thinking`. auto: the generation prompt that each answer continues."""
     workers: int = Field(default=1, ge=1)
     """Processes that tokenize."""
+
+
+class PlanConfig(Section):
+    """How samples become micro-batches and micro-batches become optimizer steps."""
+
+    strategy: Strategy = "grid"
+    """How batches are composed; grid (shuffled anew inside fine length classes) wastes least and re-pairs least."""
+    schedule: Schedule = "stratified"
+    """How batches are ordered into windows; stratified puts one batch of every length stratum into each window."""
+    token_budget: int = Field(default=49_152, ge=1, le=MAX_COUNT)
+    """Padded context tokens of a micro-batch at most (the target's work)."""
+    max_samples: int = Field(default=64, ge=1, le=MAX_COUNT)
+    """Samples of a micro-batch at most."""
+    draft_position_budget: int | None = Field(default=None, ge=1, le=MAX_COUNT)
+    """Anchors × block size of a micro-batch at most (the drafter's work). Unset: no limit."""
+    width_multiple: int = Field(default=64, ge=1, le=MAX_COUNT)
+    """Padded widths are multiples of this many tokens."""
+    attention_length: int | None = Field(default=None, ge=1, le=MAX_COUNT)
+    """Tokens at which attention costs as much as the rest: width w counts as w + w²/this. Unset: as w."""
+    accumulate: int = Field(default=4, ge=1, le=65_535)
+    """Micro-batches of one optimizer step and drafter replica."""
+    leftover: Literal["short", "carry"] = "short"
+    """Batches that fill no whole window: one short, correctly normalised window, or carried into the next epoch."""
+    max_length: int | None = Field(default=None, ge=1, le=MAX_COUNT)
+    """Samples longer than this many tokens are over-length. Unset: none is."""
+    on_over_length: Literal["drop", "keep"] = "drop"
+    """Leave over-length samples out, or plan them like all others; both are counted and reported."""
+    without_anchors: Literal["drop", "keep"] = "drop"
+    """Leave out samples without any eligible anchor (they carry no loss), or plan them; both are counted."""
+    eligible_share: float = Field(default=1.0, gt=0, le=1)
+    """Eligible anchors per token, where their counts are unknown."""
+    weights: dict[str, float] = {}
+    """How often the samples of a tag or source are planned an epoch (0.5, 2, ...), by name; others once."""
+    edges: list[int] | Literal["optimal"] | None = None
+    """Upper ends of the buckets in tokens, ascending; or the best `num_buckets` ones. Unset: equal sample counts."""
+    num_buckets: int = Field(default=6, ge=1, le=256)
+    """Buckets of the bucketed and mixed strategies, of the schedules by bucket, and of the reports."""
+    grid_class_batches: int = Field(default=4, ge=1, le=1_000_000)
+    """Strategy grid: neighbouring widths share a class until it fills this many batches, where that wastes little."""
+    jitter: float = Field(default=0.05, ge=0, le=1)
+    """Strategy jittered: standard deviation of the relative perturbation of the lengths before they are sorted."""
+    sort_window: int = Field(default=2048, ge=1, le=MAX_COUNT)
+    """Strategy windowed: samples that are sorted together."""
+    mixed_span: int = Field(default=2, ge=1, le=256)
+    """Strategy mixed: neighbouring buckets that one batch may draw from."""
+    antithetic: bool = True
+    """Schedule stratified: the window with the longest batches so far takes the shortest of the next stratum."""
+    curriculum_epochs: int = Field(default=1, ge=1, le=1_000_000)
+    """Schedule curriculum: epochs that begin with short samples; the later ones are stratified throughout."""
+    curriculum_share: float = Field(default=0.5, gt=0, le=1)
+    """Schedule curriculum: share of such an epoch that goes from short to long; the rest of it is stratified."""
+    curriculum_stages: int = Field(default=8, ge=1, le=10_000)
+    """Schedule curriculum: stages between short and long; inside a stage the order is stratified."""
+
+    @model_validator(mode="after")
+    def _edges_increase(self) -> PlanConfig:
+        if isinstance(self.edges, list):
+            if not self.edges:
+                raise ValueError("edges is empty; list the upper end of every bucket in tokens, or leave it unset")
+            if self.edges[0] < 1:
+                raise ValueError(f"edges starts with {self.edges[0]}; an upper end is at least 1 token")
+            for left, right in zip(self.edges, self.edges[1:], strict=False):
+                if right <= left:
+                    raise ValueError(f"edges do not increase: {right} follows {left}; list them ascending")
+            if self.edges[-1] > MAX_COUNT:
+                raise ValueError(f"edges ends with {self.edges[-1]}; an upper end is at most {MAX_COUNT} tokens")
+            if len(self.edges) > 65_536:
+                raise ValueError(f"edges lists {len(self.edges)} buckets; at most 65536 are possible")
+        for name, weight in self.weights.items():
+            if not 0 <= weight <= 1e6:
+                raise ValueError(
+                    f"weights: {name} has {weight}; a weight is 0 or more passes an epoch, at most 1000000"
+                )
+        return self
 
 
 class TrainConfig(Section):
@@ -112,6 +225,24 @@ class FlowConfig(Section):
         ]
 
 
+class CheckpointConfig(Section):
+    """When the run's state is written, and how much of it is kept."""
+
+    every_steps: int = Field(default=500, ge=1)
+    """Optimizer steps between checkpoints; the last step always writes one."""
+    every_minutes: float | None = Field(default=None, gt=0)
+    """Minutes after which one is written too, counted from the one before. Unset: by steps alone."""
+    keep_last: int = Field(default=2, ge=1)
+    """Newest checkpoints that are kept."""
+    keep_every: int | None = Field(default=None, ge=1)
+    """Checkpoints whose step is a multiple of this are never removed. Unset: none."""
+    keep_best: str | None = None
+    """Metric by which the best checkpoint is never removed, such as validation/loss. Unset: none."""
+    export: Literal["none", "zlab", "speculators"] = "none"
+    """Drafter folder that is written with each checkpoint, to export/step-NUMBER in the run directory, and removed
+    with it."""
+
+
 class EvaluateConfig(Section):
     """Real decoding of held-out prompts."""
 
@@ -152,6 +283,59 @@ class EvaluateConfig(Section):
             raise ValueError("tree_budget: trees decode one prompt at a time; set batch_size to 1, or drop tree_budget")
         if self.temperature == 0 and self.seed:
             raise ValueError("seed: nothing is drawn in greedy decoding; set temperature above 0, or drop seed")
+        return self
+
+
+class ObserveConfig(Section):
+    """Who hears what the run measures. metrics.jsonl in the run directory is always written."""
+
+    every_steps: int = Field(default=1, ge=1)
+    """Optimizer steps between metric lines; a line covers all steps since the one before."""
+    console: Literal["auto", "rich", "plain", "quiet"] = "auto"
+    """Progress on the terminal; auto is rich on a terminal and plain lines elsewhere, quiet shows warnings only."""
+    plain_every_s: float = Field(default=10.0, ge=0)
+    """Seconds of training between plain lines; the first and the last step always have one."""
+    diagnose_every_steps: int = Field(default=200, ge=0)
+    """Optimizer steps between looks at the numbers so far; what looks wrong is told as a warning. 0: never."""
+    wandb: Literal["off", "offline", "online"] = "off"
+    """Mirror to Weights & Biases (extra `wandb`)."""
+    wandb_project: str = Field(default="paceline", min_length=1)
+    """Project of the mirror."""
+    wandb_entity: str | None = None
+    """User or team of the mirror. Unset: the default of the account."""
+    tensorboard: bool = False
+    """Mirror to TensorBoard event files in the run directory (extra `tensorboard`)."""
+    trackio: bool = False
+    """Mirror to trackio on this machine (extra `trackio`)."""
+    alert_command: list[str] = []
+    """Program and arguments that are run at an alert, which is one JSON object on its standard input. Empty: none."""
+    alert_webhook: str | None = None
+    """Address that gets the same object in a POST; its `text` is a sentence. Unset: none."""
+    alert_after_s: float = Field(default=900.0, gt=0)
+    """Seconds without an optimizer step after which an alert says so."""
+    alert_jump: float = Field(default=8.0, gt=0)
+    """A step loss this many times its usual scatter above the recent steps is an alert."""
+    trace: bool = False
+    """Write spans of every stage to trace.json in the run directory, which ui.perfetto.dev opens."""
+    profile_steps: list[int] | None = None
+    """First and last optimizer step that torch's profiler records, written to profile.json in the run directory."""
+    peak_tflops: dict[str, float] = {}
+    """Peak TFLOP/s of a device in its compute type, by name (cuda:0) or kind (cuda); gives the share that is used."""
+    mirror_queue_lines: int = Field(default=256, ge=1)
+    """Lines waiting for a slow mirror at most; beyond that the oldest are dropped for that mirror, and counted."""
+    mirror_start_limit_s: float = Field(default=30.0, gt=0)
+    """A mirror that has not started by then stops the run before any work."""
+    mirror_close_limit_s: float = Field(default=30.0, gt=0)
+    """A mirror that has not finished by then is left behind at the end of the run."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> ObserveConfig:
+        steps = self.profile_steps
+        if steps is not None and not (len(steps) == 2 and 1 <= steps[0] <= steps[1]):
+            raise ValueError(f"profile_steps: {steps} is no range of steps; write [first, last], 1-based")
+        for device, peak in self.peak_tflops.items():
+            if not peak > 0:
+                raise ValueError(f"peak_tflops: {device}: {peak:g}; a peak is above zero, leave out what is not known")
         return self
 
 

@@ -21,9 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from paceline.config.drafter import DrafterConfig
-from paceline.config.objective import ObjectiveConfig
-from paceline.config.optimizer import OptimizerConfig
+from paceline.config.learning import DrafterConfig, ObjectiveConfig, OptimizerConfig
 from paceline.drafter.block_inputs import BlockInputs, build_blocks
 from paceline.drafter.distributed import add_gradients, gather_plain
 from paceline.drafter.host_copy import copy_to_host

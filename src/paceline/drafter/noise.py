@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.config.drafter import NoiseConfig
+from paceline.config.learning import NoiseConfig
 from paceline.drafter.schedule import Schedule, ramp
 from paceline.types import HostBatch
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.config.optimizer import OptimizerConfig
+from paceline.config.learning import OptimizerConfig
 from paceline.drafter.schedule import Schedule
 
 

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from paceline.config.ramp import RampConfig
+from paceline.config.learning import RampConfig
 
 Shape = Literal["constant", "linear", "cosine", "wsd"]
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
-from paceline.config.drafter import DrafterConfig
+from paceline.config.learning import DrafterConfig
 from paceline.errors import DrafterError
 from paceline.types import TargetFacts
 
@@ -120,11 +120,6 @@ def derive_spec(
     """
     mask = config.mask_token_id if config.mask_token_id is not None else mask_token_id
     errors = _mask_errors(mask, facts)
-    if config.hidden_size is not None and config.hidden_size != facts.hidden_size:
-        errors.append(
-            f"drafter.hidden_size = {config.hidden_size}: the drafter shares the target's embedding and head; "
-            f"allowed: {facts.hidden_size}; drop the key"
-        )
     shape: dict[str, Any] = {}
     for name in (
         *("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"),

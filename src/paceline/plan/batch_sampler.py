@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from paceline.config.plan import PlanConfig
+from paceline.config.schema import PlanConfig
 from paceline.errors import PlanError
 from paceline.plan.entries import Groups
 from paceline.plan.epoch import EpochPlan, plan_epoch

@@ -9,7 +9,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from paceline.config.plan import PlanConfig
+from paceline.config.schema import PlanConfig
 from paceline.errors import PlanError
 from paceline.plan.budget import BatchBudget
 from paceline.plan.edges import best_edges_of_histogram

@@ -12,7 +12,7 @@ from functools import cached_property
 
 import numpy as np
 
-from paceline.config.plan import MOST, PlanConfig
+from paceline.config.schema import MAX_COUNT, PlanConfig
 from paceline.errors import PlanError
 from paceline.plan.budget import BatchBudget
 from paceline.plan.rng import CHUNK, Purpose, index_dtype, random_order, stream
@@ -128,9 +128,9 @@ def _integers(values: np.ndarray | Sequence[int], name: str, lowest: int, meanin
     if array.min() < lowest:
         first = int(np.flatnonzero(array < lowest)[0])
         raise PlanError(f"{name}[{first}] is {array[first]}; {meaning}")
-    if array.max() > MOST:
-        first = int(np.flatnonzero(array > MOST)[0])
-        raise PlanError(f"{name}[{first}] is {array[first]}; {meaning} and at most {MOST}")
+    if array.max() > MAX_COUNT:
+        first = int(np.flatnonzero(array > MAX_COUNT)[0])
+        raise PlanError(f"{name}[{first}] is {array[first]}; {meaning} and at most {MAX_COUNT}")
     return array
 
 
@@ -139,9 +139,9 @@ def _whole(array: np.ndarray, name: str, meaning: str) -> np.ndarray:
     if bad.any():
         first = int(np.flatnonzero(bad)[0])
         raise PlanError(f"{name}[{first}] is {'NaN' if np.isnan(array[first]) else array[first]}; {meaning}")
-    if (np.abs(array) > 2 * MOST).any():
-        first = int(np.flatnonzero(np.abs(array) > 2 * MOST)[0])
-        raise PlanError(f"{name}[{first}] is {array[first]}; {meaning} and at most {MOST}")
+    if (np.abs(array) > 2 * MAX_COUNT).any():
+        first = int(np.flatnonzero(np.abs(array) > 2 * MAX_COUNT)[0])
+        raise PlanError(f"{name}[{first}] is {array[first]}; {meaning} and at most {MAX_COUNT}")
     whole = array.astype(np.int64)
     if (whole != array).any():
         first = int(np.flatnonzero(whole != array)[0])

@@ -13,7 +13,7 @@ from functools import cached_property
 
 import numpy as np
 
-from paceline.config.plan import MOST, PlanConfig, Schedule
+from paceline.config.schema import MAX_COUNT, PlanConfig, Schedule
 from paceline.errors import PlanError
 from paceline.plan.batches import Batches, rows_of
 from paceline.plan.buckets import bucket_edges, bucket_of
@@ -276,10 +276,10 @@ class _Request:
                 f"num_anchors {num_anchors}, block_size {block_size} and replicas {replicas} must be at least 1, "
                 f"seed {seed} at least 0"
             )
-        if replicas > MOST_REPLICAS or max(num_anchors, block_size) > MOST:
+        if replicas > MOST_REPLICAS or max(num_anchors, block_size) > MAX_COUNT:
             raise PlanError(
                 f"replicas {replicas} must be at most {MOST_REPLICAS}, num_anchors {num_anchors} and block_size "
-                f"{block_size} at most {MOST}"
+                f"{block_size} at most {MAX_COUNT}"
             )
         checked = checked_lengths(lengths)
         counts = None if eligible is None else checked_eligible(eligible, checked)

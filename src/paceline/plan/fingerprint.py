@@ -9,7 +9,7 @@ from operator import index
 
 import numpy as np
 
-from paceline.config.plan import PlanConfig
+from paceline.config.schema import PlanConfig
 
 
 def fingerprint(

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from paceline.config.plan import PlanConfig
+from paceline.config.schema import PlanConfig
 from paceline.plan.entries import Groups, draft_positions, eligible_counts
 from paceline.plan.epoch import EpochPlan, plan_epoch
 from paceline.plan.metrics import (

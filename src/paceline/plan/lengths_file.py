@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from paceline.config.plan import MOST
+from paceline.config.schema import MAX_COUNT
 from paceline.errors import PlanError
 from paceline.plan.entries import Groups, checked_eligible, checked_lengths, groups_of_labels
 
@@ -150,8 +150,10 @@ def _read_text(path: Path, column: str | None, group: str | None) -> dict[str, A
             header = " (a header line begins with #)" if not lengths and not errors else ""
             errors.append(f"{path}:{number}: {line[:40]!r} is not a whole number; write one length a line{header}")
             continue
-        if not 1 <= lengths[-1] <= MOST:
-            errors.append(f"{path}:{number}: {lengths[-1]} is no length; a sample has at least 1 token, at most {MOST}")
+        if not 1 <= lengths[-1] <= MAX_COUNT:
+            errors.append(
+                f"{path}:{number}: {lengths[-1]} is no length; a sample has at least 1 token, at most {MAX_COUNT}"
+            )
     _refuse(errors)
     return {"lengths": np.array(lengths, np.int64)}
 
@@ -205,9 +207,9 @@ def _length_of(row: Any, column: str | None) -> tuple[int, str]:
         row = row[names[0]]
     if isinstance(row, list):
         row = len(row)
-    if isinstance(row, bool) or not isinstance(row, int) or not 1 <= row <= MOST:
+    if isinstance(row, bool) or not isinstance(row, int) or not 1 <= row <= MAX_COUNT:
         shown = "null" if row is None else json.dumps(row)[:40]
-        return 0, f"{shown} is no length; a length is a whole number of tokens, at least 1 and at most {MOST}"
+        return 0, f"{shown} is not a length; allowed: 1 to {MAX_COUNT}"
     return row, ""
 
 

@@ -7,7 +7,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from paceline.config.target import TargetConfig
+from paceline.config.schema import TargetConfig
 from paceline.errors import TargetError
 from paceline.stop_tokens import stop_token_ids
 from paceline.target_model.adapter import identify_adapter

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 
-from paceline.config.target import TargetConfig
+from paceline.config.schema import TargetConfig
 from paceline.errors import TargetError
 from paceline.target_model.device_map import placement_options
 from paceline.target_model.facts import read_config

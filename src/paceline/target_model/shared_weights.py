@@ -218,7 +218,7 @@ def _stays_in(model: Any, layers: list[nn.Module], names: list[str] | None) -> b
 
 
 def _load_whole(path: str, dtype: torch.dtype, trust_remote_code: bool, adapter: str | None) -> tuple[Tensor, Tensor]:
-    from paceline.config.target import TargetConfig
+    from paceline.config.schema import TargetConfig
     from paceline.target_model.load import load_model
 
     quantization = "none" if stored_quantization(read_config(path, trust_remote_code)) is not None else "stored"

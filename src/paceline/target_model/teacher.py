@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.config.target import TargetConfig
+from paceline.config.schema import TargetConfig
 from paceline.errors import TargetError
 from paceline.target_model.facts import read_config
 from paceline.target_model.introspect import Structure, head_of, hooked, main_output, run_plain

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from paceline.config.plan import PlanConfig
+from paceline.config.schema import PlanConfig
 from paceline.plan.schedule_input import Pool
 from paceline.plan.schedules import curriculum, diverse, proportional, round_robin, shuffled, stratified
 

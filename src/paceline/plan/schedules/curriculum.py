@@ -10,7 +10,7 @@ from fractions import Fraction
 
 import numpy as np
 
-from paceline.config.plan import PlanConfig
+from paceline.config.schema import PlanConfig
 from paceline.plan.schedule_input import Pool
 from paceline.plan.schedules.stratified import stratify
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from paceline.config.plan import PlanConfig
+from paceline.config.schema import PlanConfig
 from paceline.plan.rng import random_halves
 from paceline.plan.schedule_input import Pool, bucket_queues
 

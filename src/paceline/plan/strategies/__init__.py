@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from paceline.config.plan import PlanConfig
+from paceline.config.schema import PlanConfig
 from paceline.plan.batches import Batches
 from paceline.plan.budget import BatchBudget
 from paceline.plan.entries import Entries

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from paceline.config.plan import PlanConfig
+from paceline.config.schema import PlanConfig
 from paceline.plan.batches import Batches, cut_classes
 from paceline.plan.buckets import bucket_edges
 from paceline.plan.budget import BatchBudget

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from paceline.config.plan import PlanConfig
+from paceline.config.schema import PlanConfig
 from paceline.plan.batches import Batches, composed
 from paceline.plan.budget import BatchBudget
 from paceline.plan.entries import Entries

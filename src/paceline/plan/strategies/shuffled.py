@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from paceline.config.plan import PlanConfig
+from paceline.config.schema import PlanConfig
 from paceline.plan.batches import Batches, cut_and_compose
 from paceline.plan.budget import BatchBudget
 from paceline.plan.entries import Entries

@@ -1,4 +1,4 @@
-"""Objectives that mean nothing are refused."""
+"""Settings of the drafter, objective and optimizer: what means nothing is refused."""
 
 from __future__ import annotations
 

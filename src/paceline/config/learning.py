@@ -1,4 +1,4 @@
-"""Settings of the drafter's shape and of how it computes."""
+"""Settings of the drafter's shape, of how it computes, and of how it learns: drafter, objective, optimizer."""
 
 from __future__ import annotations
 
@@ -6,8 +6,26 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from paceline.config.ramp import RampConfig
 from paceline.config.section import Section
+
+TermName = Literal["ce", "kl", "tv", "lk"]
+
+
+class RampConfig(Section):
+    """When values move to their `_end`, and in which shape; before and after they stand still."""
+
+    ramp: Literal["linear", "cosine"] = "linear"
+    """Shape of the way from each value to its `_end`."""
+    first_step: int = Field(default=0, ge=0)
+    """Optimizer step (0-based) at which the way begins."""
+    last_step: int | None = Field(default=None, ge=1)
+    """Optimizer step at which it ends. Unset: the last of the run."""
+
+    @model_validator(mode="after")
+    def _steps_ascend(self) -> RampConfig:
+        if self.last_step is not None and self.last_step <= self.first_step:
+            raise ValueError(f"last_step {self.last_step} must come after first_step {self.first_step}")
+        return self
 
 
 class NoiseConfig(RampConfig):
@@ -32,8 +50,6 @@ class DrafterConfig(Section):
     """At most this many anchors a sample and epoch."""
     mask_token_id: int | None = Field(default=None, ge=0)
     """Token in the draft slots. Unset: the tokenizer's own mask token, and refused where it has none."""
-    hidden_size: int | None = Field(default=None, ge=1)
-    """Width; must equal the target's, whose embedding and head the drafter shares."""
     intermediate_size: int | None = Field(default=None, ge=1)
     """Width of the MLP."""
     num_attention_heads: int | None = Field(default=None, ge=1)
@@ -106,3 +122,67 @@ class DrafterConfig(Section):
         if isinstance(self.causal, list):
             return list(zip(kinds, self.causal, strict=True))
         return [(kind, self.causal if self.causal is not None else kind == "sliding") for kind in kinds]
+
+
+class ObjectiveConfig(RampConfig):
+    """What the drafter minimises: a weighted sum of terms in every slot, times the slot's weight."""
+
+    name: Literal["decay", "dpace"] = "decay"
+    """Slot weights: exp(-(k-1)/gamma) on slot k, or D-PACE, the drafter's own chance to get that far."""
+    terms: dict[TermName, float] = {"ce": 1.0}
+    """Terms and their shares: ce (cross entropy of the label); against the target's own distributions kl, tv, lk."""
+    terms_end: dict[TermName, float] | None = None
+    """Shares at `last_step`. Unset: `terms` throughout."""
+    gamma: float | None = Field(default=None, ge=0.01, le=1e6)
+    """Decay length in slots. Unset: 7, 5, 4 for blocks of 16, 10, 8, and in proportion otherwise."""
+    gamma_end: float | None = Field(default=None, ge=0.01, le=1e6)
+    """Decay length at `last_step`. Unset: the same throughout."""
+    alpha: float = Field(default=0.5, ge=0, le=1)
+    """Smoothing of D-PACE: 0 takes the drafter's probabilities as they are, 1 ignores them."""
+    weighting: Literal["token", "anchor", "sample"] = "token"
+    """What counts equally over the whole window: every supervised slot, every anchor, or every sample."""
+
+    @property
+    def needs_teacher(self) -> bool:
+        """Whether a term compares with the target's distributions, for which its last hidden states must be sent."""
+        return any(
+            name != "ce" and share for terms in (self.terms, self.terms_end or {}) for name, share in terms.items()
+        )
+
+    @model_validator(mode="after")
+    def _fits(self) -> ObjectiveConfig:
+        for key, terms in (("terms", self.terms), ("terms_end", self.terms_end)):
+            if terms is not None and (min(terms.values(), default=0.0) < 0 or sum(terms.values()) <= 0):
+                raise ValueError(f"{key} must have no negative share and one above 0, for example {{ce: 1.0}}")
+        if self.name == "dpace" and (self.gamma is not None or self.gamma_end is not None):
+            raise ValueError("gamma has no part in dpace weights; drop it, or set name to decay")
+        return self
+
+
+class OptimizerConfig(Section):
+    """The update of the float32 master weights."""
+
+    name: Literal["adamw", "muon"] = "adamw"
+    """AdamW for everything, or Muon for the matrices and AdamW for the norms."""
+    lr: float = Field(default=6e-4, gt=0, le=10)
+    """Peak learning rate."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """Decoupled weight decay of the matrices; norms have none."""
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    """Decay of the first moment."""
+    beta2: float = Field(default=0.95, ge=0, lt=1)
+    """Decay of the second moment."""
+    eps: float = Field(default=1e-8, gt=0)
+    """Added to the root of the second moment."""
+    momentum: float = Field(default=0.95, ge=0, lt=1)
+    """Momentum of Muon."""
+    schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
+    """Shape of the learning rate after warm-up; wsd is stable and then decays over its last fifth."""
+    warmup: float = Field(default=0.04, ge=0, lt=1)
+    """Share of all steps over which the learning rate rises from zero."""
+    final_lr: float = Field(default=0.0, ge=0, le=1)
+    """Learning rate at the end as a share of the peak."""
+    clip_norm: float = Field(default=1.0, gt=0)
+    """Gradient norm above which the gradient is scaled down."""
+    max_skipped_steps: int = Field(default=5, ge=1)
+    """Steps with a non-finite gradient are skipped and counted; this many in a row stop the run."""
