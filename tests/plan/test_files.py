@@ -51,7 +51,7 @@ def test_named_columns_eligible_counts_and_groups(tmp_path):
     ("name", "text", "lines"),
     [
         ("a.txt", "5\nabc\n7", ["a.txt:2: 'abc' is not a whole number"]),
-        ("a.txt", "5\n0\n-3\n2.5", ["a.txt:2: 0 is not a length", "a.txt:3: -3 is not a length", "a.txt:4: '2.5' is not"]),
+        ("a.txt", "5\n0\n-3\n2.5", ["a.txt:2: 0 is not a", "a.txt:3: -3 is not a", "a.txt:4: '2.5' is not"]),
         ("a.txt", "\n# nothing\n", ["a.txt: holds no lengths"]),
         ("a.jsonl", '{"length": 3}\n{"length": null}', ["a.jsonl:2: null is not a length"]),
         ("a.jsonl", '{"length": 3}\n{"length": true}', ["a.jsonl:2: true is not a length"]),

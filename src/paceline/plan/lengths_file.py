@@ -151,9 +151,7 @@ def _read_text(path: Path, column: str | None, group: str | None) -> dict[str, A
             errors.append(f"{path}:{number}: {line[:40]!r} is not a whole number; write one length a line{header}")
             continue
         if not 1 <= lengths[-1] <= MAX_COUNT:
-            errors.append(
-                f"{path}:{number}: {lengths[-1]} is no length; a sample has at least 1 token, at most {MAX_COUNT}"
-            )
+            errors.append(f"{path}:{number}: {lengths[-1]} is not a length; allowed: 1 to {MAX_COUNT}")
     _refuse(errors)
     return {"lengths": np.array(lengths, np.int64)}
 
