@@ -122,7 +122,7 @@ def against_published(
         seconds: dict[str, list[tuple[float, float]]] = {"wall": [], "processor": []}
         for turn in range(rounds + 1):
             started, busy = time.perf_counter(), time.process_time()
-            answer = speculative_decode(target, network, prompt, max_new_tokens=tokens, whole_blocks=False)
+            answer = speculative_decode(target, network, prompt, max_new_tokens=tokens)
             started, busy = time.perf_counter() - started, time.process_time() - busy
             peer.stdin.write(json.dumps({"prompt": prompt, "tokens": tokens}) + "\n")
             peer.stdin.flush()

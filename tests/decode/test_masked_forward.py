@@ -15,9 +15,9 @@ from tiny_architectures import build, tiny_config
 TAKES = ["qwen3", "opt", "llama", "gpt2", "mistral", "gemma3", "gpt_oss", "qwen3_moe"]
 REFUSES = {
     "bloom": "counts positions by itself",
-    "qwen3_next": "state of their own",
-    "falcon_h1": "state of their own",
-    "lfm2": "state of their own",
+    "qwen3_next": "has recurrent layers",
+    "falcon_h1": "has recurrent layers",
+    "lfm2": "has recurrent layers",
     "llama4_text": "attend within chunks",
 }
 
@@ -79,5 +79,5 @@ def test_a_model_that_ignores_its_mask_is_refused(load):
     target.model.register_forward_pre_hook(
         lambda module, args, kwargs: (args, {**kwargs, "attention_mask": None}), with_kwargs=True
     )
-    with pytest.raises(TargetError, match="does otherwise when it is given a mask"):
+    with pytest.raises(TargetError, match="gives other logits with a mask"):
         check_masks(target)

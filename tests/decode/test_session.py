@@ -7,8 +7,7 @@ import torch
 
 from paceline.config import TargetConfig
 from paceline.decode import kv_cache
-from paceline.decode.recurrent_check import reads_blocks
-from paceline.decode.session import TargetSession
+from paceline.decode.session import TargetSession, reads_blocks
 from paceline.errors import TargetError
 from paceline.target_model.load import load_target
 from tiny_architectures import build, tiny_config
@@ -82,10 +81,12 @@ def test_a_state_that_takes_no_block_is_found_out(tmp_path):
 @pytest.mark.parametrize("name", ["mamba2", "qwen3_next"])
 def test_states_that_take_blocks_are_read_in_blocks(name, tmp_path):
     target = saved(tmp_path, name)
-    assert reads_blocks(target, lambda by_token: TargetSession(target, by_token=by_token))
+    assert reads_blocks(target)
 
 
-@pytest.mark.parametrize(("name", "why"), [("jamba", "fails when it goes on"), ("recurrent_gemma", "otherwise than")])
+@pytest.mark.parametrize(
+    ("name", "why"), [("jamba", "fails when it continues"), ("recurrent_gemma", "other logits from its cache")]
+)
 def test_a_target_that_cannot_go_on_from_its_cache_is_refused(name, why, tmp_path):
     """Jamba asks its first layer for a length that it has not; RecurrentGemma keeps its state outside the cache."""
     target = saved(tmp_path, name)

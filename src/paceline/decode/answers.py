@@ -1,7 +1,9 @@
 """An answer while it grows, and what each target pass gave: tokens, passes, limits.
 
 What counts, for all ways of decoding: a pass verifies one block or tree; `Pass.accepted` counts drafts that the target
-confirmed, `Pass.emitted` those and the target's own next token. Nothing after a stop token counts.
+confirmed, `Pass.emitted` those and the target's own next token. Only tokens of the answer count: nothing after a stop
+token, nothing beyond the length limit. So Σ emitted = tokens of the answer − 1 (the first comes from the prompt), and
+τ = Σ emitted / passes is what a user gets, however short the answer is cut.
 """
 
 from __future__ import annotations
@@ -22,10 +24,10 @@ class Pass:
 
     Attributes:
         position: of the anchor in the sequence, prompt included.
-        drafted: drafts that could have counted: up to a stop token among the accepted ones.
+        drafted: drafts that could have counted: up to the end of the answer.
         accepted: drafts that the target confirmed, a stop token among them included.
-        emitted: tokens that the pass gave: accepted drafts and the target's own next token; without that one after a
-            stop token. Not cut by the length limit, which is no property of the drafter.
+        emitted: tokens that the pass added to the answer: accepted drafts and the target's own next token, without
+            that one after a stop token.
     """
 
     position: int
@@ -90,27 +92,22 @@ class Answer:
         return self._limit - len(self.ids)
 
     def add(self, tokens: Sequence[int]) -> int:
-        """Appends tokens up to a stop token and the limit.
-
-        Returns:
-            How many count for the drafter: all, or those up to and including a stop token.
-        """
-        counted = next((place + 1 for place, token in enumerate(tokens) if token in self._stop), len(tokens))
-        for token in tokens[:counted]:
-            if len(self.ids) == self._limit:
-                break
+        """Appends tokens up to a stop token and the limit; gives how many that were."""
+        before = len(self.ids)
+        for token in tokens[: self.room]:
             self.ids.append(token)
             if token in self._stop:
                 self.finish = "stop"
+                break
         if self.finish is None and len(self.ids) >= self._limit:
             self.finish = self._limit_name
-        return counted
+        return len(self.ids) - before
 
     def add_pass(self, position: int, num_drafts: int, tokens: Sequence[int]) -> Pass:
         """Appends the tokens of a pass (accepted drafts, then the target's own) and gives the pass's record."""
-        accepted, counted = len(tokens) - 1, self.add(tokens)
-        drafted = num_drafts if counted == len(tokens) else counted
-        return Pass(position, drafted, min(accepted, counted), counted)
+        added = self.add(tokens)
+        drafted = num_drafts if added == len(tokens) else added
+        return Pass(position, drafted, min(len(tokens) - 1, added), added)
 
 
 def context_room(target: TargetModel, prompt_length: int) -> int:

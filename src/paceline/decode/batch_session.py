@@ -29,7 +29,7 @@ class BatchSession:
         lengths: tokens of each sequence.
 
     Raises:
-        TargetError: the target takes no masks of one's own; see `check_masks`.
+        TargetError: the target takes no masks from outside; see `check_masks`.
     """
 
     def __init__(self, target: TargetModel) -> None:

@@ -206,7 +206,7 @@ def _drafts(
     slots[:, 0] = torch.tensor([row.token for row in rows], device=target.device)
     embedded = target.embedding[slots].to(target.dtype)
     hidden = network.draft_blocks(context.layers(), context.room, starts, embedded)
-    counts = [num_drafts(target, spec, start) for start in starts]
+    counts = [min(num_drafts(target, spec, at), row.answer.room - 1) for row, at in zip(rows, starts, strict=True)]
     first = spec.first_draft_slot
     logits = head_logits(target, hidden)[:, first:]
     return [row.choice.drafts(logits[number, : counts[number]]) for number, row in enumerate(rows)]

@@ -29,15 +29,12 @@ class Chain:
     Args:
         drafts: the drafter's session.
         choice: how the target chooses.
-        whole_blocks: whether drafts beyond the answer's limit are verified too.
         without_features: whether the drafter gets zeros instead of features.
     """
 
-    def __init__(
-        self, drafts: DraftSession, choice: TokenChooser, *, whole_blocks: bool = True, without_features: bool = False
-    ) -> None:
+    def __init__(self, drafts: DraftSession, choice: TokenChooser, *, without_features: bool = False) -> None:
         self._drafts, self._choice = drafts, choice
-        self._whole_blocks, self._without_features = whole_blocks, without_features
+        self._without_features = without_features
 
     def begin(self, features: Tensor) -> None:
         """Takes the prompt's features, [T, N·H]."""
@@ -47,7 +44,7 @@ class Chain:
         """Drafts, reads anchor and drafts in one forward, and rewinds to what is kept."""
         target, position = session.target, session.length
         proposed = draft_logits(target, self._drafts, token, position)
-        drafts, chances = self._choice.drafts(proposed if self._whole_blocks else proposed[: room - 1])
+        drafts, chances = self._choice.drafts(proposed[: room - 1])
         logits, features = session.read(torch.cat([torch.tensor([token], device=target.device), drafts]))
         accepted, after = self._choice.judge(drafts, chances, logits)
         session.rewind(position + 1 + accepted)
@@ -65,7 +62,6 @@ def speculative_decode(
     stop_ids: Collection[int] = (),
     choice: TokenChooser | None = None,
     without_features: bool = False,
-    whole_blocks: bool = True,
 ) -> Decoded:
     """Answers one prompt with chains of drafts.
 
@@ -77,8 +73,6 @@ def speculative_decode(
         stop_ids: tokens that end an answer.
         choice: greedy where None, else e.g. `Sampled`.
         without_features: the negative control: the drafter gets zeros instead of the target's states.
-        whole_blocks: drafts beyond the length limit are verified too, so that passes tell of the drafter alone; where
-            False, they are left out, as a server would.
 
     Raises:
         DataError: an empty prompt, or one longer than the target's positions.
@@ -86,5 +80,5 @@ def speculative_decode(
     """
     check_pair(target, network.spec)
     choice = choice or Greedy()
-    chain = Chain(DraftSession(network), choice, whole_blocks=whole_blocks, without_features=without_features)
+    chain = Chain(DraftSession(network), choice, without_features=without_features)
     return decode_prompt(target, prompt_ids, chain, choice, max_new_tokens=max_new_tokens, stop_ids=stop_ids)

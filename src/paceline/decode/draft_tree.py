@@ -12,7 +12,6 @@ import heapq
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from paceline.decode.topk import Candidates
@@ -20,7 +19,7 @@ from paceline.decode.topk import Candidates
 
 @dataclass(frozen=True, slots=True)
 class DraftTree:
-    """Nodes in the order in which they were chosen; a parent stands before its children.
+    """Nodes in the order in which they were chosen; a parent comes before its children.
 
     Attributes:
         tokens: int64 [N].
@@ -33,11 +32,6 @@ class DraftTree:
     parents: np.ndarray
     depths: np.ndarray
     log_chances: np.ndarray
-
-    @property
-    def expected_tokens(self) -> float:
-        """Tokens per target pass that the drafter itself expects: 1 + Σ of the nodes' probabilities."""
-        return 1.0 + float(np.exp(self.log_chances).sum())
 
     def visible(self) -> np.ndarray:
         """Which nodes a node sees: itself and its ancestors, bool [N, N]."""
@@ -65,35 +59,6 @@ def build_tree(logits: Tensor, budget: int, *, temperature: float = 1.0, chain: 
     if not logits.shape[0]:
         return _finish([], [], [], [])
     return _grow(Candidates(logits, budget, temperature), budget, chain)
-
-
-def reference_tree(logits: Tensor, budget: int, *, temperature: float = 1.0, chain: bool = False) -> DraftTree:
-    """What `build_tree` means, without shortcuts: of all children of all nodes, the most probable joins, N times."""
-    rows = torch.log_softmax(logits.double() / temperature, dim=-1)
-    nodes: dict[tuple[int, ...], float] = {}
-    best = tuple(rows.argmax(dim=-1).tolist())
-    if chain:
-        for depth in range(min(len(best), budget)):
-            nodes[best[: depth + 1]] = nodes.get(best[:depth], 0.0) + float(rows[depth, best[depth]])
-    while len(nodes) < budget:
-        children = {
-            (*prefix, token): value + chance
-            for prefix, value in [((), 0.0), *nodes.items()]
-            if len(prefix) < len(best)
-            for token, chance in enumerate(rows[len(prefix)].tolist())
-            if (*prefix, token) not in nodes
-        }
-        if not children:
-            break
-        chosen = max(children, key=lambda prefix: children[prefix])
-        nodes[chosen] = children[chosen]
-    places = {prefix: place for place, prefix in enumerate(nodes)}
-    return _finish(
-        [prefix[-1] for prefix in nodes],
-        [places.get(prefix[:-1], -1) for prefix in nodes],
-        [len(prefix) for prefix in nodes],
-        list(nodes.values()),
-    )
 
 
 def _grow(table: Candidates, budget: int, chain: bool) -> DraftTree:

@@ -87,7 +87,7 @@ def answer_seed(prompt: Sequence[int], seed: int) -> int:
 
 
 class TargetGenerator:
-    """Answers batches of tokenized prompts with a causal language model; fits the door `GenerateAnswers`.
+    """Answers batches of tokenized prompts with a causal language model; is a `GenerateAnswers`.
 
     Args:
         model: in evaluation mode, on its device.
@@ -127,7 +127,7 @@ class TargetGenerator:
     def _generate(self, ids: Tensor, mask: Tensor, processors: LogitsProcessorList, sampling: Sampling) -> Tensor:
         """Ids [B, S + T] of prompts and answers.
 
-        The folder's own generation settings are put aside for the call: transformers fills every setting left open
+        The folder's own generation settings are set aside for the call: transformers fills every setting left open
         from them, so a repetition penalty there would silently make the answers other than the target's own.
         """
         plain = GenerationConfig(

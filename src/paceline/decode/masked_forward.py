@@ -1,6 +1,6 @@
-"""The target's forward while decoding, with taps, and with masks of one's own: for trees and for several sequences.
+"""The target's forward while decoding, with taps, and with masks from outside: for trees and for several sequences.
 
-A mask of one's own says which cached and new tokens a token sees. Layers that attend over a window get it narrowed by
+A mask from outside says which cached and new tokens a token sees. Layers that attend over a window get it narrowed by
 the tokens' positions, which is why they are given theirs one by one.
 
 Shape letters: B sequences, T new tokens, C cached and new tokens, V vocabulary, N taps, H hidden size.
@@ -19,6 +19,7 @@ from paceline.decode.kv_cache import GrowingLayer, new_cache
 from paceline.errors import TargetError
 from paceline.target_model.introspect import cache_name, forward_names, hooked, main_output
 from paceline.target_model.model import TargetModel
+from paceline.text import first_line
 
 _checked: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 """Why a model takes no masks, by model; empty where it does."""
@@ -119,8 +120,8 @@ class MaskedForward:
 def check_masks(target: TargetModel) -> None:
     """Refuses a target that cannot read several continuations, or several sequences, at once.
 
-    Layers must attend to the cached tokens only, and the model must do with a mask and positions of one's own as it
-    does by itself: a few tokens are read both ways and compared, once a model.
+    Layers must attend to the cached tokens only, and the model must give the same logits with a mask and positions from
+    outside as with its own: a few tokens are read both ways and compared, once a model.
 
     Raises:
         TargetError: one line with the reason.
@@ -136,16 +137,16 @@ def _refusal(target: TargetModel) -> str:
     text = target.model.config.get_text_config(decoder=True)
     cache = new_cache(target.model.config)
     if not all(isinstance(layer, GrowingLayer) for layer in cache.layers):
-        return "has layers with a state of their own, which cannot leave out the drafts that fall"
+        return "has recurrent layers, whose state cannot leave out rejected drafts"
     if "chunked_attention" in (getattr(text, "layer_types", None) or ()):
-        return "has layers that attend within chunks, which no mask of ours knows"
+        return "has layers that attend within chunks, for which no mask is made"
     if len(cache.layers) != len(target.structure.layers):
         return "caches another number of layers than it has"
     if not target.structure.explicit_positions:
-        return "counts positions by itself, so that drafts cannot be given theirs"
+        return "counts positions by itself, so drafts cannot be given their positions"
     implementation = getattr(target.model.config, "_attn_implementation", "eager")
     if implementation not in ("eager", "sdpa"):
-        return f"attends by {implementation}, which takes no mask of one's own; set target.attention to sdpa"
+        return f"attends by {implementation}, which takes no mask from outside; set target.attention to sdpa"
     reader, device = MaskedForward(target), target.device
     ids = torch.arange(5, device=device)[None] % target.facts.vocab_size
     try:
@@ -157,13 +158,11 @@ def _refusal(target: TargetModel) -> str:
         seen[5:, 2:5] = False
         own, _ = reader.read(new_cache(target.model.config), branches, places, Visibility(seen[None], places))
     except (RuntimeError, ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
-        return f"takes no mask of one's own ({str(error).splitlines()[0] if str(error) else type(error).__name__})"
+        return f"cannot be given a mask ({first_line(error)})"
     expected = torch.cat([plain, plain[:, 2:4]], dim=1).double()
     difference = float((own.double() - expected).norm() / expected.norm().clamp_min(1e-30))
     if not difference <= PROBE_ERROR.get(target.dtype, 1e-3):
-        return (
-            f"does otherwise when it is given a mask and positions (relative difference of its logits {difference:.2g})"
-        )
+        return f"gives other logits with a mask and positions from outside (relative difference {difference:.2g})"
     return ""
 
 

@@ -8,16 +8,22 @@ Shape letters: T tokens, V vocabulary, N taps, H hidden size.
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from paceline.decode.kv_cache import GrowingLayer, is_recurrent, layer_bytes, new_cache, restore, snapshot
-from paceline.decode.masked_forward import MaskedForward, Visibility, check_masks
-from paceline.decode.recurrent_check import reads_blocks
+from paceline.decode.masked_forward import PROBE_ERROR, MaskedForward, Visibility, check_masks
 from paceline.errors import TargetError
 from paceline.target_model.model import TargetModel
+from paceline.text import first_line
+
+TOKENS, FIRST, WRONG = 8, 3, 2
+"""Tokens of the trial, how many of them are cached before the others follow, and how many are read and taken back."""
+_ways: weakref.WeakKeyDictionary[Any, bool | str] = weakref.WeakKeyDictionary()
+"""Whether a model continues in blocks, by model; a text says why it cannot decode at all."""
 
 
 class TargetSession:
@@ -45,13 +51,10 @@ class TargetSession:
         self.cache = new_cache(target.model.config, forgets=forgets)
         self._recurrent = [index for index, layer in enumerate(self.cache.layers) if is_recurrent(layer)]
         if by_token is None:
-            by_token = bool(self._recurrent) and not reads_blocks(target, self._bare)
+            by_token = bool(self._recurrent) and not reads_blocks(target)
         self._by_token = by_token
         self._before: tuple[int, dict[int, dict[str, Any]]] = (0, {})
         self._read_since: list[Tensor] = []
-
-    def _bare(self, by_token: bool) -> TargetSession:
-        return TargetSession(self.target, by_token=by_token)
 
     @torch.no_grad()
     def read(
@@ -150,3 +153,44 @@ class TargetSession:
     def used_bytes(self) -> int:
         """Bytes of the cached tokens and of recurrent state."""
         return sum(layer_bytes(layer) for layer in self.cache.layers)
+
+
+def reads_blocks(target: TargetModel) -> bool:
+    """Whether several tokens at once may follow cached ones; where not, they are read one by one.
+
+    Some implementations of state-space and linear-attention layers start a block of several tokens afresh instead of
+    continuing from the cached state, and some keep their state where it cannot be put back. That answers wrongly
+    without an error, so a few tokens are read both ways, once a model.
+
+    Raises:
+        TargetError: not even token by token gives what one forward over all tokens gives.
+    """
+    if target.model not in _ways:
+        _ways[target.model] = _try_out(target)
+    way = _ways[target.model]
+    if isinstance(way, str):
+        raise TargetError(f"{target.facts.path}: {way}, so it cannot decode; it can still be trained for")
+    return way
+
+
+@torch.no_grad()
+def _try_out(target: TargetModel) -> bool | str:
+    ids = torch.arange(TOKENS, device=target.device) * 7 % target.facts.vocab_size
+    allowed, difference = PROBE_ERROR.get(target.dtype, 1e-3), 0.0
+    try:
+        whole = target.model(input_ids=ids[None], use_cache=False).logits[0].double()
+        for by_token in (False, True):
+            session = TargetSession(target, by_token=by_token)
+            first, _ = session.read(ids[:FIRST])
+            session.read(ids[:WRONG])
+            session.rewind(FIRST)
+            found = torch.cat([first, session.read(ids[FIRST:])[0]]).double()
+            difference = float((found - whole).norm() / whole.norm().clamp_min(1e-30))
+            if difference <= allowed:
+                return not by_token
+    except (RuntimeError, ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
+        return f"{type(target.model).__name__} fails when it continues from its cache ({first_line(error)})"
+    return (
+        f"{type(target.model).__name__} gives other logits from its cache than in one forward (relative "
+        f"difference {difference:.2g})"
+    )

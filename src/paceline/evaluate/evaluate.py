@@ -171,7 +171,6 @@ def _report(
         agrees = abs(training_tau - loop_tau) <= AGREEMENT * loop_tau
     controlled = group(entry for answer in found.control for entry in answer.passes)
     same = group(entry for answer in answers[: len(found.control)] for entry in answer.passes)
-    kept = sum(len(answer.ids) - 1 for answer in answers)
     tree = _tree(target, network, prompts, found, settings, compare, whole.tau)
     return EvaluationReport(
         num_prompts=len(prompts),
@@ -179,7 +178,6 @@ def _report(
         new_tokens=sum(len(answer.ids) for answer in answers),
         tau_micro=whole.tau,
         tau_macro=macro_tau([answer.passes for answer in answers]),
-        tokens_per_pass=kept / whole.passes if whole.passes else 0.0,
         histogram=histogram(passes, network.spec.num_drafts),
         slots=slot_rates(passes, network.spec.num_drafts),
         by_tag=_by_tag(prompts, answers),

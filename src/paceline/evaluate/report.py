@@ -58,8 +58,7 @@ class EvaluationReport:
 
     Attributes:
         num_prompts, passes, new_tokens: how much was decoded.
-        tau_micro, tau_macro: tokens per target pass, over passes and over prompts.
-        tokens_per_pass: like `tau_micro`, but tokens beyond the length limit are not counted.
+        tau_micro, tau_macro: tokens of the answers per target pass, over passes and over prompts (see `answers.Pass`).
         histogram: passes by accepted length, from 0.
         slots: acceptance per draft slot.
         by_tag, by_context: τ of groups of passes.
@@ -84,7 +83,6 @@ class EvaluationReport:
     new_tokens: int
     tau_micro: float
     tau_macro: float
-    tokens_per_pass: float
     histogram: list[int]
     slots: list[SlotRate]
     by_tag: dict[str, GroupTau]
