@@ -131,6 +131,18 @@ def test_evaluations_are_kept_by_step(tmp_path: Path) -> None:
     assert run_directory.read_evaluations(tmp_path) == [{"step": 0, "tau": 1.0}, {"step": 300, "tau": 2.5}]
 
 
+def test_other_settings_replace_no_own_evaluation(tmp_path: Path) -> None:
+    run_directory.add_evaluation(tmp_path, 300, {"tau": 2.5, "conditions": {"num_prompts": 12}})
+    for prompts, tau in ((4, 2.7), (8, 2.6), (4, 2.8)):
+        report = {"tau": tau, "conditions": {"num_prompts": prompts}}
+        run_directory.add_evaluation(tmp_path, 300, report, own=False)
+    assert [entry["tau"] for entry in run_directory.read_evaluations(tmp_path)] == [2.5]
+    assert [entry["tau"] for entry in run_directory.read_other_evaluations(tmp_path)] == [2.6, 2.8]
+    run_directory.add_evaluation(tmp_path, 300, {"tau": 2.4, "conditions": {"num_prompts": 12}})
+    assert [entry["tau"] for entry in run_directory.read_evaluations(tmp_path)] == [2.4]
+    assert len(run_directory.read_other_evaluations(tmp_path)) == 2
+
+
 def test_a_run_keeps_its_directory(tmp_path: Path) -> None:
     """Going on with the first run where a second one was asked for would be silent."""
     run, other = tmp_path / "r", tmp_path / "s"

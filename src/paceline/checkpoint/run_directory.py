@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import paceline
+from paceline.atomic_files import write_text
 from paceline.config import Settings, dump_settings, load_settings
 from paceline.errors import ConfigError, RunDirectoryError
 from paceline.types import differing_parts
@@ -35,16 +36,6 @@ FREE_KEYS = (
 
 OF_SETTINGS = ("drafter", "total_steps", "init")
 """Facts that follow from settings: where those have changed, they are no errors of their own."""
-
-
-def write_whole(path: Path, text: str) -> None:
-    """A text file that appears whole: written aside, fsynced, renamed."""
-    aside = path.with_name(path.name + ".part")
-    with aside.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    aside.replace(path)
 
 
 def is_run_directory(path: Path) -> bool:
@@ -170,30 +161,57 @@ def _unwritable(run_dir: Path, error: OSError) -> RunDirectoryError:
 def _open(run_dir: Path, settings: Settings, facts: Mapping[str, Any]) -> Path:
     check_run(settings, facts)
     if is_run_directory(run_dir):
-        write_whole(run_dir / SETTINGS, dump_settings(settings))
+        write_text(run_dir / SETTINGS, dump_settings(settings))
         return run_dir
     run_dir.mkdir(parents=True, exist_ok=True)
-    write_whole(run_dir / RUN, json.dumps(facts, indent=2) + "\n")
-    write_whole(run_dir / SETTINGS, dump_settings(settings))
+    write_text(run_dir / RUN, json.dumps(facts, indent=2) + "\n")
+    write_text(run_dir / SETTINGS, dump_settings(settings))
     return run_dir
 
 
-def add_evaluation(run_dir: Path, step: int, report: Mapping[str, Any]) -> None:
-    """Note what decoding held-out prompts gave at a step; an earlier note of the same step is replaced."""
-    kept = [entry for entry in read_evaluations(run_dir) if entry["step"] != step]
-    entries = sorted([*kept, {"step": step, **report}], key=lambda entry: entry["step"])
-    write_whole(run_dir / EVALUATION, json.dumps({"evaluations": entries}, indent=1) + "\n")
+def add_evaluation(run_dir: Path, step: int, report: Mapping[str, Any], *, own: bool = True) -> None:
+    """Note what decoding held-out prompts gave at a step.
+
+    Args:
+        run_dir: of the run.
+        step: optimizer steps of the drafter.
+        report: plain values; ``conditions`` holds all that makes the figures (prompts, limits, temperature, tree, ...).
+        own: whether the conditions are those of the run's settings. Such an entry is what card and report show first; a
+            new one takes the place of the step's old one. Others are kept beside, one for each step and conditions.
+    """
+    entry = {"step": step, **report}
+    evaluations, others = read_evaluations(run_dir), read_other_evaluations(run_dir)
+    if own:
+        evaluations = [known for known in evaluations if known["step"] != step] + [entry]
+    else:
+        key = (step, report.get("conditions"))
+        others = [known for known in others if (known["step"], known.get("conditions")) != key] + [entry]
+    kept = {
+        "evaluations": sorted(evaluations, key=lambda known: known["step"]),
+        "others": sorted(others, key=lambda known: known["step"]),
+    }
+    write_text(run_dir / EVALUATION, json.dumps(kept, indent=1) + "\n")
 
 
 def read_evaluations(run_dir: Path) -> list[dict[str, Any]]:
-    """Evaluations of a run by ascending step; step 0 is the untrained drafter."""
+    """Evaluations under the run's own settings by ascending step; step 0 is the untrained drafter."""
+    return _evaluations(run_dir, "evaluations")
+
+
+def read_other_evaluations(run_dir: Path) -> list[dict[str, Any]]:
+    """Evaluations under other settings, by ascending step; ``conditions`` says which."""
+    return _evaluations(run_dir, "others")
+
+
+def _evaluations(run_dir: Path, kind: str) -> list[dict[str, Any]]:
     path = run_dir / EVALUATION
     if not path.is_file():
         return []
     try:
-        entries = json.loads(path.read_text(encoding="utf-8"))["evaluations"]
+        found = json.loads(path.read_text(encoding="utf-8"))
+        entries = found["evaluations"] if kind == "evaluations" else found.get(kind, [])
         _ = [int(entry["step"]) for entry in entries]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         reason = str(error) if isinstance(error, ValueError) else "no evaluations by step"
         raise RunDirectoryError(f"{path}: damaged ({reason}); remove it and evaluate again") from None
     return entries

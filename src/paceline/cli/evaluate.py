@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 from rich.markup import escape
@@ -92,9 +92,11 @@ def run(argv: Sequence[str]) -> int:
         reports[str(path)] = report
         for line in report.set_aside:
             command.stderr.print(escape(line), soft_wrap=True)
-        if at is not None and arguments.prompts is None:
-            add_evaluation(path, at, report.to_json())
-            command.stderr.print(f"noted in {escape(str(path / EVALUATION))}")
+        if at is not None:
+            own = _is_own(path, settings, arguments)
+            add_evaluation(path, at, report.to_json(), own=own)
+            kind = "" if own else " among the evaluations with other settings than the run's"
+            command.stderr.print(f"written to {escape(str(path / EVALUATION))}{kind}")
     if arguments.json:
         command.write_json({name: report.to_json() for name, report in reports.items()})
     else:
@@ -105,6 +107,15 @@ def run(argv: Sequence[str]) -> int:
         draw_evaluations(reports, arguments.plot)
         command.stderr.print(f"drawn: {escape(str(arguments.plot))}")
     return 1 if any(report.errors for report in reports.values()) else 0
+
+
+def _is_own(path: Path, settings: Settings, arguments: Arguments) -> bool:
+    """Whether a run is evaluated under its own settings: what card and report show first."""
+    from paceline.evaluate.evaluator import conditions_of
+
+    ours = read_run_settings(path)
+    same = conditions_of(settings.evaluate) == conditions_of(ours.evaluate)
+    return same and arguments.prompts is None and settings.target == ours.target
 
 
 def _check_device(name: str) -> None:
@@ -215,78 +226,13 @@ def evaluate_drafter(
 
 def show(reports: Mapping[str, EvaluationReport]) -> None:
     """Tables of the reports on standard output, one column a drafter."""
+    from paceline.evaluate.report import table_rows
+
     table = Table(box=None, padding=(0, 2, 0, 0))
     table.add_column("")
     for name in reports:
         table.add_column(escape(name), justify="right")
-    columns = [dict(_rows(report)) for report in reports.values()]
+    columns = [dict(table_rows(report)) for report in reports.values()]
     for name in dict.fromkeys(name for column in columns for name in column):
         table.add_row(name, *(column.get(name, "") for column in columns))
     command.stdout.print(table)
-
-
-def _rows(report: EvaluationReport) -> list[tuple[str, str]]:
-    """What a table says of one report: name and text."""
-    from paceline.check.findings import size
-
-    rows: list[tuple[str, Any]] = [
-        ("τ, over target passes", f"{report.tau_micro:.3f}"),
-        ("τ, over prompts", f"{report.tau_macro:.3f}"),
-        ("prompts / target passes / tokens", f"{report.num_prompts} / {report.passes} / {report.new_tokens}"),
-    ]
-    rows += _tree_rows(report)
-    if report.temperature:
-        rows.append(("answers, compared with none", f"sampled at temperature {report.temperature:g}"))
-    if report.lossless is not None:
-        same = f"{report.lossless.equal} of {report.lossless.prompts}"
-        rows.append((f"answers equal to the target's own ({report.dtype})", same))
-    if report.tree is not None and report.tree.lossless is not None:
-        same = f"{report.tree.lossless.equal} of {report.tree.lossless.prompts}"
-        rows.append(("answers with trees equal to its own", same))
-    if report.errors:
-        rows.append(("[bold red]errors: differences beyond rounding[/]", str(report.errors)))
-    if report.training_tau is not None:
-        verdict = "" if report.training_agrees else " [bold red]differs by more than 2 %[/]"
-        rows.append(("τ of the training forward on the same blocks", f"{report.training_tau:.3f}{verdict}"))
-    if report.control_tau is not None:
-        verdict = " [bold red]suspicious[/]" if report.control_suspicious else ""
-        rows.append(("τ without features (control, near 1)", f"{report.control_tau:.3f}{verdict}"))
-    if report.seconds_per_token is not None:
-        rows.append(("time per token", _speed(report.seconds_per_token, report.plain_seconds_per_token)))
-    if report.tree is not None and report.tree.seconds_per_token is not None:
-        speed = _speed(report.tree.seconds_per_token, report.plain_seconds_per_token)
-        rows.append(("time per token with trees", speed))
-    memory = report.memory
-    rows.append(("weights, target + drafter", f"{size(memory.target_weights)} + {size(memory.drafter_weights)}"))
-    cached = f"{size(memory.target_cache_per_token)} + {size(memory.drafter_cache_per_token)}"
-    rows.append(("cache of a token, target + drafter", cached))
-    rows.append(("features of a token", size(memory.features_per_token)))
-    if report.set_aside:
-        rows.append(("prompts set aside, too long for the target", str(len(report.set_aside))))
-    rows += [(f"draft {rate.slot} stands, given those before", _share(rate.conditional)) for rate in report.slots]
-    rows += [(f"τ, tag {escape(tag)}", f"{entry.tau:.3f}") for tag, entry in report.by_tag.items()]
-    rows += [(f"τ, context {name} tokens", f"{entry.tau:.3f}") for name, entry in report.by_context.items()]
-    return rows
-
-
-def _tree_rows(report: EvaluationReport) -> list[tuple[str, str]]:
-    """τ with draft trees, with a mark where they do worse than the chain."""
-    tree = report.tree
-    if tree is None:
-        return []
-    verdict = " [bold red]below the chain[/]" if tree.below_chain else ""
-    kind = ["chain first"] * tree.chain_seed + [f"temperature {tree.temperature:g}"] * (tree.temperature != 1)
-    rows = [
-        (f"τ with trees of {tree.budget} nodes", f"{tree.tau_micro:.3f}{verdict}"),
-        ("τ with trees, over prompts", f"{tree.tau_macro:.3f}"),
-        ("target passes / tokens with trees", f"{tree.passes} / {tree.new_tokens}"),
-    ]
-    return rows + ([("trees", ", ".join(kind))] if kind else [])
-
-
-def _speed(seconds: float, plain: float | None) -> str:
-    return f"{1e3 * seconds:.1f} ms" + (f" ({plain / seconds:.2f}x as fast as plain)" if plain else "")
-
-
-def _share(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1%}"

@@ -184,6 +184,7 @@ def _report(
         by_context=by_context(passes),
         lossless=lossless(target, prompts, answers, found.plain) if compare else None,
         training_tau=training_tau,
+        loop_tau=loop_tau,
         training_agrees=agrees,
         control_tau=controlled.tau if controlled.passes else None,
         control_suspicious=(controlled.tau > CONTROL_TAU and controlled.tau > 0.8 * same.tau)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import hashlib
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.config import Settings
+from paceline.config import EvaluateConfig, Settings
 from paceline.data.tokenizer import load_tokenizer
 from paceline.decode.loop import greedy_decode
 from paceline.evaluate.evaluate import check_way, evaluate
@@ -48,6 +51,12 @@ class Evaluator:
         self._device = device
         renderer = PromptRenderer(given.path, settings.data.thinking, given.trust_remote_code)
         self.prompts = with_later_turns(prompts, renderer, self._answer, self._limits.num_prompts)
+        self._conditions = {
+            **conditions_of(self._limits),
+            "prompts": hashlib.sha256(repr([prompt.ids for prompt in self.prompts]).encode()).hexdigest()[:16],
+            "files": [Path(name).name for name in settings.data.heldout],
+            "device": device,
+        }
 
     def measure(
         self,
@@ -66,7 +75,7 @@ class Evaluator:
         Raises:
             PacelineError: one line for each error.
         """
-        return evaluate(
+        report = evaluate(
             self._target,
             network.to(self._device).eval(),
             self.prompts,
@@ -75,6 +84,7 @@ class Evaluator:
             check_lossless=check_lossless,
             pieces=functools.partial(text_pieces, self._tokenizer),
         )
+        return dataclasses.replace(report, conditions=self._conditions)
 
     def _answer(self, ids: list[int]) -> str | None:
         """The target's own answer as text, without the tokens that end it; None to more than its positions."""
@@ -83,6 +93,13 @@ class Evaluator:
             return None
         answer = greedy_decode(self._target, ids, max_new_tokens=limit, stop_ids=facts.eos_token_ids)
         return str(self._tokenizer.decode(answer.ids, skip_special_tokens=True))
+
+
+def conditions_of(settings: EvaluateConfig) -> dict[str, Any]:
+    """The settings on which the figures of an evaluation depend, as plain values."""
+    kept = {"num_prompts", "max_new_tokens", "dtype", "temperature", "seed"}
+    kept |= {"tree_budget", "tree_chain_seed", "tree_temperature"}
+    return settings.model_dump(mode="json", include=kept)
 
 
 def text_pieces(tokenizer: Any, ids: Sequence[int]) -> list[str]:
