@@ -1,9 +1,9 @@
-"""How long training stands still for a checkpoint: written at once, and written in the background after a snapshot.
+"""How long training waits for a checkpoint: written at once, and copied to the host and written in the background.
 
     python benchmarks/checkpoint.py --mib 64 512 --folder /mnt/runs
 
 A stand-in for a learner holds float32 weights of the size given and AdamW's two moments, so a checkpoint is three times
-as large. `blocking` is the whole write (files, SHA-256, fsync, rename); `copy_to_host` is the time that training waits
+as large. `blocking` is the whole write (files, SHA-256, fsync, rename); `copy` is the time that training waits
 when the write is in the background; `step` is a run of matrix products alone and beside a write, to see how much slower
 training is during a write. Medians of --repeats; on a busy machine compare the ratios.
 """
@@ -25,7 +25,7 @@ import torch
 from paceline.checkpoint import checkpoints
 from paceline.checkpoint.writer import CheckpointWriter
 from paceline.config import CheckpointConfig
-from paceline.drafter.host_copy import copy_to_host
+from paceline.drafter.host_copy import HostCopy
 
 
 def learner_state(mib: int) -> dict:
@@ -50,13 +50,13 @@ def training(size: int = 512, rounds: int = 12) -> None:
 
 
 def measure(folder: Path, state: dict, repeats: int) -> list[float]:
-    """Median seconds of a blocking write, a snapshot, a stretch of training alone, and one beside a write."""
-    writer = CheckpointWriter(folder, CheckpointConfig(keep_last=1))
+    """Median seconds of a blocking write, a copy, a stretch of training alone, and one beside a write."""
+    writer, copies = CheckpointWriter(folder, CheckpointConfig(keep_last=1)), HostCopy("cpu")
     rows = []
     for step in range(1, 2 * repeats, 2):
         blocking = seconds(functools.partial(checkpoints.write_checkpoint, folder, step, state, keep_last=1))
         alone = seconds(training)
-        stall = seconds(lambda at=step + 1: writer.put(at, copy_to_host(state, writer.spare())))
+        stall = seconds(lambda at=step + 1: writer.put(at, copies.take(state)))
         rows.append((blocking, stall, alone, seconds(training)))
         writer.wait()
     return [statistics.median(column) for column in zip(*rows, strict=True)]
@@ -69,9 +69,7 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--folder", type=Path, default=None, help="where to write; unset: the temporary folder")
     arguments = parser.parse_args()
-    print(
-        f"{'weights':>10} {'blocking':>10} {'copy_to_host':>10} {'share':>7} {'step alone':>11} {'beside a write':>15}"
-    )
+    print(f"{'weights':>10} {'blocking':>10} {'copy':>10} {'share':>7} {'step alone':>11} {'beside a write':>15}")
     for mib in arguments.mib:
         folder = Path(tempfile.mkdtemp(dir=arguments.folder))
         try:

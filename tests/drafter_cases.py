@@ -11,6 +11,7 @@ import torch
 from paceline.config import DrafterConfig, ObjectiveConfig, OptimizerConfig
 from paceline.drafter.anchors import sample_anchors
 from paceline.drafter.attention.layout import Layout
+from paceline.drafter.host_copy import HostCopy
 from paceline.drafter.learner import Learner
 from paceline.drafter.spec import DrafterSpec
 from paceline.types import FeatureBatch, HostBatch, PlannedBatch, PlannedStep, StepReport
@@ -100,7 +101,7 @@ def pick(batch: FeatureBatch, rows, index=0) -> FeatureBatch:
     return FeatureBatch(part, batch.features[tokens], last)
 
 
-def make_learner(spec: DrafterSpec, *, dtype="float32", total_steps=50, seed=0, **sections) -> Learner:
+def make_learner(spec: DrafterSpec, *, dtype="float32", total_steps=50, seed=0, device="cpu", **sections) -> Learner:
     """A learner on random frozen tensors; `sections` are keyword dicts: drafter, objective, optimizer."""
     embedding, head = frozen(spec)
     drafter = {"num_layers": spec.num_layers, "block_size": spec.block_size, "dtype": dtype}
@@ -113,11 +114,17 @@ def make_learner(spec: DrafterSpec, *, dtype="float32", total_steps=50, seed=0, 
         optimizer=OptimizerConfig(**{"lr": 1e-2, **sections.get("optimizer", {})}),
         total_steps=total_steps,
         seed=seed,
+        device=device,
     )
 
 
 def close_window(learner: Learner, step: int = 1) -> StepReport:
     return replace(learner.step(PlannedStep(step, 0, step - 1, range(0), save=False)), seconds=0.5)
+
+
+def state_of(learner: Learner) -> dict:
+    """A copy of a learner's state."""
+    return HostCopy("cpu").take(learner.state_dict())
 
 
 def gradient_of(learner: Learner) -> dict[str, torch.Tensor]:

@@ -178,3 +178,12 @@ def page_lock(tensor: Tensor, name: Name) -> None:
         code = int(runtime.cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0))
     if code:
         raise StageError(f"{device}: CUDA cannot page-lock {tensor.nbytes} bytes of host memory (error {code})")
+
+
+def page_unlock(tensor: Tensor, name: Name) -> None:
+    """Undoes `page_lock` before the memory is given back; not run on a GPU yet."""
+    device = main_device(name)
+    if device.type == "cuda" and tensor.numel():
+        with torch.cuda.device(device):
+            runtime: Any = torch.cuda.cudart()
+            runtime.cudaHostUnregister(tensor.data_ptr())

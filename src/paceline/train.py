@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import itertools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,6 @@ import torch
 import torch.distributed as dist
 
 from paceline.checkpoint import checkpoints, run_directory
-from paceline.checkpoint.writer import CheckpointWriter
 from paceline.device import own_device
 from paceline.errors import PacelineError
 from paceline.observe.observer import Observer, open_observer
@@ -42,8 +41,6 @@ from paceline.types import HostBatch, PlannedStep, StepReport
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-    from paceline.drafter.learner import Learner
 
 
 @dataclass(frozen=True)
@@ -186,14 +183,10 @@ def _inline(
         writer.check()
         if saves.due(order) or stopping:
             note = saves.announce(order.step)
-            timed("checkpoint", f"checkpoint of step {order.step}", _take, writer, order.step, learner, note)
+            timed("checkpoint", f"checkpoint of step {order.step}", learner.save, writer, order.step, note)
         if stopping:
             break
     writer.wait()
-
-
-def _take(writer: CheckpointWriter, step: int, learner: Learner, note: Mapping[str, Any]) -> None:
-    writer.put(step, learner.state_dict(writer.spare()), note)
 
 
 class _Stopwatch:

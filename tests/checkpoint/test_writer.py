@@ -12,7 +12,6 @@ import torch
 from paceline.checkpoint import checkpoints
 from paceline.checkpoint.writer import CheckpointWriter
 from paceline.config import CheckpointConfig
-from paceline.drafter.host_copy import copy_to_host
 from paceline.errors import CheckpointError
 
 
@@ -87,28 +86,6 @@ def test_the_same_step_is_not_written_again(tmp_path: Path) -> None:
     writer.put(3, state(3))
     writer.wait()
     assert gate.seen == [(3, 3.0)]
-
-
-def test_the_memory_of_the_state_before_comes_back_once_it_is_written(tmp_path: Path) -> None:
-    gate = Gate()
-    writer = CheckpointWriter(tmp_path, CheckpointConfig(keep_last=5), export=gate)
-    assert writer.spare() is None
-    first = state(1)
-    writer.put(1, first)
-    found: list = []
-    asking = threading.Thread(target=lambda: found.append(writer.spare()))
-    asking.start()
-    asking.join(0.2)
-    assert asking.is_alive() and not found, "given back while it is being written"
-    gate.open.set()
-    asking.join(30)
-    again = copy_to_host(state(2), found[0])
-    assert again["network"]["fc.weight"].data_ptr() == first["network"]["fc.weight"].data_ptr()
-    assert writer.spare() is None
-    writer.put(2, again)
-    writer.wait()
-    for step in (1, 2):
-        assert float(checkpoints.read_checkpoint(tmp_path, step)["network"]["fc.weight"][0, 0]) == step
 
 
 def test_a_writer_travels_to_another_process_and_clears_what_a_kill_left(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
-"""Writes checkpoints in the background, one at a time; training stops for the snapshot alone.
+"""Writes checkpoints in the background, one at a time; training stops only while the state is copied to the host.
 
-The snapshot is the caller's: a state whose tensors nobody else changes (`Learner.state_dict` copies them to the host).
+The copy is the caller's: nobody changes its tensors before `wait` has returned (`Learner.save`).
 """
 
 from __future__ import annotations
@@ -40,24 +40,13 @@ class CheckpointWriter:
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
         self._newest: int | None = None
-        self._spare: dict[str, Any] | None = None
-
-    def spare(self) -> dict[str, Any] | None:
-        """The state that was put last, for its memory to be used again; waits until it is written.
-
-        Raises:
-            PacelineError: it could not be written.
-        """
-        self.wait()
-        spare, self._spare = self._spare, None
-        return spare
 
     def put(self, step: int, state: Mapping[str, Any], note: Mapping[str, Any] | None = None) -> None:
         """Begin to write; waits only where the write before is not done. A step that was put before is left alone.
 
         Args:
             step: optimizer steps done.
-            state: the snapshot.
+            state: a copy of the learner's.
             note: further plain values for this checkpoint.
 
         Raises:
@@ -68,7 +57,7 @@ class CheckpointWriter:
             return
         if self._newest is None:
             checkpoints.clear_unfinished(self._run_dir)
-        self._newest, self._spare = step, dict(state)
+        self._newest = step
         arguments = (step, state, {**self._note, **(note or {})})
         self._thread = threading.Thread(target=self._write, args=arguments, name="paceline checkpoint", daemon=True)
         self._thread.start()

@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from paceline.config.learning import DrafterConfig, ObjectiveConfig, OptimizerConfig
 from paceline.drafter.block_inputs import BlockInputs, build_blocks
 from paceline.drafter.distributed import add_gradients, gather_plain
-from paceline.drafter.host_copy import copy_to_host
+from paceline.drafter.host_copy import HostCopy, StateWriter
 from paceline.drafter.loss import choose_head
 from paceline.drafter.loss.distillation import SlotLosses, Teacher, distillation_loss
 from paceline.drafter.loss.weights import SLOT_WEIGHTS, default_gamma, normalize_weights, sum_by_document
@@ -107,6 +107,7 @@ class Learner:
         self.skipped_in_row = 0
         self._window = WindowMetrics(spec.num_drafts, self.device)
         self._validation: list[FeatureBatch] = []
+        self._host_copy = HostCopy(self.device)
         self._step_ended = time.perf_counter()
 
     def accumulate(self, batch: FeatureBatch) -> None:
@@ -234,19 +235,22 @@ class Learner:
             parameter.grad = None
         self.steps_done += 1
 
-    def state_dict(self, into: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Everything that a resumed run needs between two windows: tensors and plain values, copied to the host.
-
-        Args:
-            into: an earlier state that nobody needs any more; its memory is used again.
-        """
-        state = {
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that a resumed run needs between two windows: the tensors themselves, and plain values."""
+        return {
             "network": self.network.state_dict(),
             "optimizer": {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()},
             "steps_done": self.steps_done,
             "skipped_in_row": self.skipped_in_row,
         }
-        return copy_to_host(state, into)
+
+    def save(self, writer: StateWriter, step: int, note: Mapping[str, Any]) -> None:
+        """Hands a copy of the state to the writer, which works while training continues.
+
+        Waits where the checkpoint before is still being written, for its memory is used again.
+        """
+        writer.wait()
+        writer.put(step, self._host_copy.take(self.state_dict()), note)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes on what `state_dict` gave; the next window trains exactly as if the run had never stopped."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
 from paceline.device import on_stream, side_stream, used_by_compute
 from paceline.drafter.distributed import any_rank, check_equal
+from paceline.drafter.host_copy import StateWriter
 from paceline.drafter.learner import Learner
 from paceline.errors import DrafterError
 from paceline.pipeline.feature_pool import FeaturePool
@@ -23,26 +24,6 @@ from paceline.pipeline.messages import (
 )
 from paceline.pipeline.profiler import StepProfile
 from paceline.types import FeatureBatch
-
-
-class StateWriter(Protocol):
-    """Writes states of the learner in the background, one after another."""
-
-    def spare(self) -> dict[str, Any] | None:
-        """The state that was written last, whose memory may be used again; waits until it is written."""
-        ...
-
-    def put(self, step: int, state: dict[str, Any], note: Mapping[str, Any]) -> None:
-        """Begin to write the state after a step."""
-        ...
-
-    def check(self) -> None:
-        """Raise what has gone wrong since the last look; never waits."""
-        ...
-
-    def wait(self) -> None:
-        """Until everything is on disk, or raise."""
-        ...
 
 
 class DrafterStage:
@@ -92,7 +73,7 @@ class DrafterStage:
                 self._profile.after(message.order.step, last=message.order.step == self._last_step)
             yield StepTaken(report, self._agree(message))
         elif isinstance(message, SaveCheckpoint):
-            self._writer.put(message.step, self._learner.state_dict(self._writer.spare()), message.note)
+            self._learner.save(self._writer, message.step, message.note)
             if message.last:
                 self._writer.wait()
             yield CheckpointTaken(message.step)
