@@ -13,7 +13,7 @@ import torch
 from transformers import AutoConfig
 from transformers.models.auto import modeling_auto as auto
 
-from paceline.target_model.shared_weights import model_class
+from paceline.target_model.facts import model_class
 
 LAYERS, HIDDEN, VOCAB = 4, 32, 97
 MAX_PARAMETERS = 160_000_000
@@ -176,7 +176,8 @@ def shrink(config: Any) -> dict[str, Any]:
     written = config.to_dict()
     for name, value in SMALL.items():
         known = written.get(name, type(config).attribute_map.get(name) and 1)
-        if (name in written or name in type(config).attribute_map) and not isinstance(known, (list, tuple)):
+        fits = name.endswith("token_id") or not isinstance(known, (list, tuple))
+        if (name in written or name in type(config).attribute_map) and fits:
             changes[name] = value
     rope = written.get("rope_parameters")
     if isinstance(rope, dict) and "mrope_section" in rope:  # three parts of half a head

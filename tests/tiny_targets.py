@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from paceline.config import TargetConfig
+from paceline.target_model.shared_weights import load_shared_weights
 from paceline.types import HostBatch, PlannedBatch
 
 TINY: dict[str, Any] = {
@@ -41,10 +43,15 @@ PAD = 0
 
 
 def tiny_model(model_type: str, seed: int = 0, **more: Any) -> Any:
-    """A random causal language model of a type, in float32."""
+    """A random causal language model of a type, in float32; its norms scale each column in another way."""
     config = AutoConfig.for_model(model_type, **{**TINY, **more})
     torch.manual_seed(seed)
-    return AutoModelForCausalLM.from_config(config).eval()
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.ndim == 1 and "norm" in name and name.endswith("weight"):
+                weight += torch.rand_like(weight) - 0.5
+    return model
 
 
 def save_tiny(folder: Path, model_type: str, seed: int = 0, **more: Any) -> Path:
@@ -75,3 +82,11 @@ def host_batch(documents: Sequence[Sequence[int]], *, width: int | None = None, 
     )
     nothing = np.zeros(0, dtype=np.int64)
     return HostBatch(planned, ids, ids > PAD, lengths, nothing, np.zeros(len(documents), dtype=np.int64))
+
+
+def embedding_and_head(
+    folder: Path | str, dtype: torch.dtype = torch.float32, adapter: str | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What drafters of a target take over, without a loaded target."""
+    weights = load_shared_weights(TargetConfig(path=str(folder), adapter=adapter), dtype)
+    return weights.embedding, weights.head

@@ -151,6 +151,7 @@ def _inline(
     saves: CheckpointPolicy,
 ) -> Iterator[StepReport]:
     from paceline.target_model.load import load_target
+    from paceline.target_model.shared_weights import shared_weights
     from paceline.target_model.tap_guard import guard_first_batch
 
     device = run.settings.flow.target_devices[0]
@@ -158,7 +159,7 @@ def _inline(
     torch.set_num_threads(run.settings.flow.threads)
     target = load_target(run.settings.target, run.taps, device)
     tapped = functools.partial(target.features, with_last=run.settings.objective.needs_teacher)
-    learner = learner_factory(run)()
+    learner = learner_factory(run)(shared_weights(target, with_teacher=run.settings.objective.needs_teacher))
     writer = checkpoint_writer(run)
     batches = host_batches(run, orders)
     for host in validation_batches(run):

@@ -115,6 +115,43 @@ class FeatureBatch:
 
 
 @dataclass(frozen=True, slots=True)
+class TeacherParts:
+    """All of a target that lies outside of its decoder layers and that its logits need.
+
+    Attributes:
+        built_from: class and configuration of the target's model, pickled: code that comes with the target can be
+            imported only where transformers has prepared for it.
+        layers: dotted name of the container of its decoder layers.
+        layers_give_tuples: whether a layer returns a tuple.
+        tensors: norms, head and buffers, by their names in the model.
+        states: outputs of the last decoder layer for a few tokens, [M, H].
+        logits: what the target itself made of them, [M, V]; a copy that makes others is refused.
+    """
+
+    built_from: bytes
+    layers: str
+    layers_give_tuples: bool
+    tensors: Mapping[str, Tensor]
+    states: Tensor
+    logits: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class SharedWeights:
+    """What a drafter takes over from its target, once, at the start; frozen.
+
+    Attributes:
+        embedding: what the target's layer 0 sees for every token, [V, H].
+        head: weight of its language model head, [V, H]; the very same tensor where the two are tied.
+        teacher: what makes its logits, where an objective compares with them.
+    """
+
+    embedding: Tensor
+    head: Tensor
+    teacher: TeacherParts | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Ratio:
     """A quantity that reduces exactly over micro-batches and ranks: add numerators, add denominators, divide once."""
 

@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM
 from paceline.config import TargetConfig
 from paceline.errors import TargetError
 from paceline.target_model.facts import describe, describe_target
-from paceline.target_model.load import load_embedding_and_head, load_target
+from paceline.target_model.load import load_target
 from paceline.types import differing_parts
-from tiny_targets import save_tiny
+from tiny_targets import embedding_and_head, save_tiny
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # PEFT asks for it
 IDS = torch.tensor([[5, 9, 3, 44, 17, 8]])
@@ -66,22 +66,11 @@ def test_embedding_and_head_are_the_tuned_models(qwen3, tmp_path, more):
     folder = save_adapter(qwen3, tmp_path / "adapter", **more)
     settings = TargetConfig(path=str(qwen3), dtype="float32", adapter=str(folder))
     target = load_target(settings, [0])
-    embedding, head = load_embedding_and_head(str(qwen3), adapter=str(folder))
+    embedding, head = embedding_and_head(qwen3, adapter=str(folder))
     assert torch.equal(embedding, target.embedding) and torch.equal(head, target.head)
-    plain = load_embedding_and_head(str(qwen3))
+    plain = embedding_and_head(qwen3)
     assert torch.equal(embedding, plain[0]) == ("target_modules" not in more)
     assert torch.equal(head, plain[1]) == ("modules_to_save" not in more)
-
-
-def test_an_adapter_within_the_layers_needs_no_weights_of_them(qwen3, adapter, monkeypatch):
-    from paceline.target_model import shared_weights
-
-    def whole(*_):
-        raise AssertionError("the whole target was loaded")
-
-    monkeypatch.setattr(shared_weights, "_load_whole", whole)
-    embedding, head = load_embedding_and_head(str(qwen3), adapter=str(adapter))
-    assert embedding.shape == head.shape == (97, 32)
 
 
 def test_the_adapter_is_part_of_the_identity(qwen3, adapter, tmp_path):

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from paceline.config import TargetConfig
 from paceline.errors import TargetError
 from paceline.target_model.facts import describe
-from paceline.target_model.load import load_embedding_and_head, load_target
-from tiny_targets import save_tiny, tiny_model
+from paceline.target_model.load import load_target
+from tiny_targets import embedding_and_head, save_tiny, tiny_model
 
 INDEX = "model.safetensors.index.json"
 
@@ -50,7 +50,7 @@ def test_a_whole_file_beside_shards_of_other_weights_is_what_counts(shards, tmp_
     folder = copy(shards, tmp_path / "both")
     other = save_tiny(tmp_path / "other", "qwen3", seed=7)
     shutil.copy(other / "model.safetensors", folder)
-    embedding, head = load_embedding_and_head(str(folder))
+    embedding, head = embedding_and_head(folder)
     target = load_target(TargetConfig(path=str(folder), dtype="float32"), [0])
     assert torch.equal(embedding, target.embedding)
     assert torch.equal(head, target.head)
@@ -62,7 +62,7 @@ def test_two_ends_in_the_files_of_a_tied_configuration(qwen3, tmp_path):
     folder = configure(copy(qwen3, tmp_path / "untied"), tie_word_embeddings=True)
     stored = load_file(folder / "model.safetensors")
     assert not torch.equal(stored["model.embed_tokens.weight"], stored["lm_head.weight"])
-    embedding, head = load_embedding_and_head(str(folder))
+    embedding, head = embedding_and_head(folder)
     target = load_target(TargetConfig(path=str(folder), dtype="float32"), [0])
     assert torch.equal(embedding, target.embedding)
     assert torch.equal(head, target.head)

@@ -14,11 +14,11 @@ from paceline.config import TargetConfig
 from paceline.data.tokenizer import chat_template, end_token_ids, load_tokenizer
 from paceline.errors import TargetError
 from paceline.target_model.facts import describe, identify_target
-from paceline.target_model.load import load_embedding_and_head, load_target
+from paceline.target_model.load import load_target
 from paceline.target_model.tap_guard import guard_first_batch
 from paceline.types import differing_parts
 from tiny_gguf import TEMPLATE, TOKENS, save_gguf
-from tiny_targets import host_batch
+from tiny_targets import embedding_and_head, host_batch
 
 DOCUMENTS = [[5, 9, 3, 44, 17, 8, 60, 23], [12, 30, 31, 90, 4]]
 
@@ -53,7 +53,7 @@ def test_facts_embedding_and_head(file):
     assert (facts.architecture, facts.num_layers, facts.vocab_size) == ("Qwen3ForCausalLM", 4, len(TOKENS))
     assert (facts.bos_token_id, facts.eos_token_ids, facts.pad_token_id) == (1, (2,), 0)
     target = load_target(TargetConfig(path=str(file), dtype="float32"), [0])
-    embedding, head = load_embedding_and_head(str(file))
+    embedding, head = embedding_and_head(file)
     assert torch.equal(embedding, target.embedding) and torch.equal(head, target.head)
     assert not torch.equal(embedding, head)
 

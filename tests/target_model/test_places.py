@@ -12,11 +12,12 @@ from safetensors.torch import load_file, save_file
 from paceline.config import TargetConfig, load_settings
 from paceline.errors import ConfigError, TargetError
 from paceline.target_model.facts import describe_target
-from paceline.target_model.load import load_embedding_and_head, load_target
+from paceline.target_model.load import load_target
 from paceline.target_model.preconditions import check_loadable, target_errors
+from paceline.target_model.shared_weights import shared_weights
 from paceline.target_model.tap_guard import guard_first_batch
-from paceline.target_model.teacher import load_teacher
-from tiny_targets import host_batch, save_tiny
+from paceline.target_model.teacher import Teacher
+from tiny_targets import embedding_and_head, host_batch, save_tiny
 
 DOCUMENTS = [[5, 9, 3, 44, 17, 8, 60, 23], [12, 30, 31, 90, 4]]
 TAPS = [0, 2]
@@ -60,10 +61,11 @@ def test_weights_quantised_on_loading(base, quantization, kind, allowed):
     layer = target.structure.layers[1]
     assert {p.dtype for name, p in layer.named_parameters() if name.endswith("proj.weight")} == {kind}
     assert found.dtype == torch.bfloat16 and 0 < error_of(found, expected) < allowed
-    embedding, head = load_embedding_and_head(str(base), torch.bfloat16)
+    embedding, head = embedding_and_head(base, torch.bfloat16)
     assert torch.equal(embedding, target.embedding) and torch.equal(head, target.head)
     assert describe_target(settings).identity["quantization"] == quantization
-    assert load_teacher(settings)(torch.randn(3, 64)).shape == (3, 97)
+    teacher = Teacher(shared_weights(target, with_teacher=True).teacher)
+    assert teacher(torch.randn(3, 64)).shape == (3, 97)
 
 
 def test_weights_that_are_stored_quantised(base, tmp_path):
@@ -118,7 +120,7 @@ def test_stored_fp8_widened_on_loading(fp8):
     found, target = features(folder, quantization="none")
     assert target.dtype == torch.float32 and error_of(found, expected) < 0.005  # scales pass through bfloat16
     check_loadable(TargetConfig(path=str(folder), quantization="none"))
-    assert torch.equal(load_embedding_and_head(str(folder))[0], target.embedding)
+    assert torch.equal(embedding_and_head(folder)[0], target.embedding)
 
 
 def test_quantising_what_is_quantised_is_refused(fp8):

@@ -17,8 +17,9 @@ from paceline.config import TargetConfig
 from paceline.errors import TargetError
 from paceline.target_model.facts import describe
 from paceline.target_model.introspect import main_input
-from paceline.target_model.load import load_embedding_and_head, load_target
+from paceline.target_model.load import load_target
 from tiny_architectures import LAYERS, MAX_PARAMETERS, build, model_types, no_target, num_parameters, tiny_config
+from tiny_targets import embedding_and_head
 
 DOCUMENTS = [[5, 9, 3, 44, 17, 8, 60, 23, 11, 7, 31], [12, 30, 31, 90, 4]]
 FAST = [
@@ -122,7 +123,7 @@ def judge(model_type: str, folder: Path) -> Verdict:
 def check_ends(target, folder: Path) -> str:
     """Embedding and head read alone are the loaded model's; where they cannot be shared, why."""
     try:
-        embedding, head = load_embedding_and_head(str(folder))
+        embedding, head = embedding_and_head(folder)
     except TargetError as error:
         return str(error).partition(": ")[2]
     assert torch.equal(embedding, target.embedding) and torch.equal(head, target.head)

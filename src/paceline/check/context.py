@@ -17,6 +17,7 @@ from paceline.run.build import resolve_spec
 from paceline.run.learner_factory import LearnerFactory
 from paceline.target_model.load import load_target
 from paceline.target_model.model import TargetModel
+from paceline.target_model.shared_weights import shared_weights
 from paceline.types import FeatureBatch, PlannedBatch, TargetFacts
 
 
@@ -106,7 +107,8 @@ class CheckContext:
         quiet = self.settings.drafter.noise.model_copy(update={"kind": "none"})
         drafter = self.settings.drafter.model_copy(update={"noise": quiet, "diagnose_every": 0})
         settings = self.settings.model_copy(update={"drafter": drafter})
-        return LearnerFactory(settings, self.spec, self.folder, steps, 0)()
+        weights = shared_weights(self.target, with_teacher=settings.objective.needs_teacher)
+        return LearnerFactory(settings, self.spec, self.folder, steps, 0)(weights)
 
     def wait(self) -> None:
         """Until both devices have done what they were asked."""

@@ -296,17 +296,14 @@ def _golden_inputs(source: Source, golden: Golden) -> GoldenInputs | None:
     import numpy as np
 
     from paceline.export.golden import golden_ids, target_inputs
-    from paceline.target_model.load import load_embedding_and_head, load_target
+    from paceline.target_model.load import load_target
+    from paceline.target_model.shared_weights import load_shared_weights
     from paceline.types import HostBatch, PlannedBatch
 
     spec = source.spec
     if golden == "random":
-        import torch
-
-        embedding, head = load_embedding_and_head(
-            source.target, torch.float32, source.trust_remote_code, source.adapter
-        )
-        return target_inputs(spec, embedding, head)
+        weights = load_shared_weights(source.target_settings)
+        return target_inputs(spec, weights.embedding, weights.head)
     target = load_target(source.target_settings, spec.taps)
     ids = golden_ids(spec)[:-1].numpy()[None]
     length, none = np.array([ids.shape[1]]), np.zeros(0, np.int64)

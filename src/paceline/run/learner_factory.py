@@ -6,14 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-
 from paceline.checkpoint import checkpoints
 from paceline.config import Settings
 from paceline.drafter.spec import DrafterSpec
 from paceline.pipeline.multinode import RankInfo, meeting_prefix
 from paceline.run.build import Run
 from paceline.run.warm_start import initial_weights
+from paceline.types import SharedWeights
 
 if TYPE_CHECKING:
     from paceline.drafter.learner import Learner
@@ -42,21 +41,24 @@ class LearnerFactory:
         """Where the rank runs."""
         return self.settings.flow.drafter_devices[self.rank]
 
-    def __call__(self) -> Learner:
-        """The learner, with the state of the checkpoint that the run goes on from."""
-        from paceline.drafter.learner import Learner
-        from paceline.target_model.load import load_embedding_and_head
-        from paceline.target_model.teacher import load_teacher
+    def __call__(self, weights: SharedWeights | None = None) -> Learner:
+        """The learner, with the state of the checkpoint that the run goes on from.
 
-        settings, target = self.settings, self.settings.target
-        embedding, head = load_embedding_and_head(target.path, torch.float32, target.trust_remote_code, target.adapter)
-        teacher = None
-        if settings.objective.needs_teacher:
-            teacher = load_teacher(target, self.device)
+        Args:
+            weights: what the loaded target hands over; read from its files where None.
+        """
+        from paceline.drafter.learner import Learner
+        from paceline.target_model.shared_weights import load_shared_weights
+        from paceline.target_model.teacher import Teacher
+
+        settings = self.settings
+        if weights is None:
+            weights = load_shared_weights(settings.target, with_teacher=settings.objective.needs_teacher)
+        teacher = Teacher(weights.teacher, self.device) if weights.teacher is not None else None
         learner = Learner(
             self.spec,
-            embedding=embedding,
-            head=head,
+            embedding=weights.embedding,
+            head=weights.head,
             drafter=settings.drafter,
             objective=settings.objective,
             optimizer=settings.optimizer,

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import TargetError
-from paceline.target_model.files import hash_files, read_header
+from paceline.target_model.files import hash_files
 
 CONFIG, WEIGHTS = "adapter_config.json", ("adapter_model.safetensors", "adapter_model.bin")
 
@@ -32,12 +32,6 @@ def identify_adapter(adapter: str) -> str:
     """Hash of an adapter's configuration and weights, hexadecimal digits."""
     config, weights = adapter_files(adapter)
     return hash_files([config, weights])
-
-
-def adapted_names(adapter: str) -> list[str] | None:
-    """Names of an adapter's tensors; None where only loading them would tell."""
-    _, weights = adapter_files(adapter)
-    return sorted(read_header(weights)) if weights.suffix == ".safetensors" else None
 
 
 def merge_adapter(model: Any, adapter: str) -> Any:

@@ -153,6 +153,22 @@ def causal_classes(model_type: str) -> list[str]:
     return [table[model_type] for table in tables if model_type in table]
 
 
+def model_class(config: Any) -> Any:
+    """The auto class that builds this configuration's language model, wrapper included where it is one."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMultimodalLM
+    from transformers.models.auto import modeling_auto as auto
+
+    named = (config.architectures or [None])[0]
+    tables = (
+        (AutoModelForCausalLM, auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
+        (AutoModelForImageTextToText, auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES),
+        (AutoModelForMultimodalLM, auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES),
+    )
+    exact = [kind for kind, table in tables if named is not None and table.get(config.model_type) == named]
+    possible = [kind for kind, table in tables if config.model_type in table]
+    return (exact or possible or [AutoModelForCausalLM])[0]
+
+
 def _known_type(model_type: str | None) -> bool:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 

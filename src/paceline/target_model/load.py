@@ -1,13 +1,11 @@
-"""Loading a target: any causal language model that transformers can load, frozen, with taps.
-
-Doors of this room: `load_target` and `load_embedding_and_head`.
-"""
+"""Loading a target: any causal language model that transformers can load, frozen, with taps."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +15,14 @@ from paceline.config import TargetConfig, devices_of
 from paceline.errors import TargetError
 from paceline.target_model.adapter import merge_adapter
 from paceline.target_model.device_map import home_of, placement_options
-from paceline.target_model.facts import describe_target, first_line, read_config
+from paceline.target_model.facts import describe_target, first_line, model_class, read_config
 from paceline.target_model.files import read_header, resolve_folder, weight_files
 from paceline.target_model.introspect import Structure, find_structure
 from paceline.target_model.model import TargetModel
 from paceline.target_model.packed import prove_packed
 from paceline.target_model.quantize import quantised, quantization_options, stored_quantization, widen
-from paceline.target_model.shared_weights import load_embedding_and_head, model_class
 from paceline.target_model.taps import check_taps
 from paceline.types import TargetFacts
-
-__all__ = ["TargetModel", "load_embedding_and_head", "load_model", "load_target", "torch_dtype"]
 
 DTYPES = {
     "float64": torch.float64,
@@ -73,7 +68,11 @@ def load_target(
 
 
 def load_model(
-    settings: TargetConfig, device: str | torch.device = "cpu", dtype: str | torch.dtype | None = None
+    settings: TargetConfig,
+    device: str | torch.device = "cpu",
+    dtype: str | torch.dtype | None = None,
+    *,
+    config: Any = None,
 ) -> tuple[Any, Structure, TargetFacts]:
     """A frozen model in evaluation mode, its adapter merged, its parts, its facts.
 
@@ -81,6 +80,7 @@ def load_model(
         settings: the target's settings.
         device: where it lies, unless ``device_map`` says otherwise; several, joined by ``+``, to spread it over them.
         dtype: type of its plain weights; the settings' type where None.
+        config: of fewer layers than the folder's, whose other tensors are left out; the folder's own where None.
 
     Raises:
         TargetError: one line.
@@ -89,7 +89,10 @@ def load_model(
     if others:
         settings, device = settings.model_copy(update={"device_map": [first, *others]}), first
     facts = describe_target(settings)
-    config = read_config(settings.path, settings.trust_remote_code)
+    if config is None:
+        config = read_config(settings.path, settings.trust_remote_code)
+    else:
+        facts = replace(facts, num_layers=config.get_text_config(decoder=True).num_hidden_layers)
     wanted = torch_dtype(dtype or settings.dtype)
     model = _load(settings, config, wanted, device)
     if settings.quantization == "none":

@@ -22,8 +22,10 @@ from paceline.target_model.introspect import (
     main_output,
     row_arguments,
 )
-from paceline.target_model.shared_weights import drafter_embedding, drafter_head
 from paceline.types import FeatureBatch, HostBatch, TargetFacts
+
+EMBEDDED_AT_ONCE = 8192
+"""Vocabulary rows."""
 
 
 class TargetModel:
@@ -50,6 +52,7 @@ class TargetModel:
         self.device: torch.device = weight.device
         self.dtype: torch.dtype = model.dtype
         self._embedding: Tensor | None = None
+        self._head: Tensor | None = None
 
     @property
     def width(self) -> int:
@@ -60,13 +63,15 @@ class TargetModel:
     def embedding(self) -> Tensor:
         """What layer 0 sees for every token, [V, H], scale included; TargetError where more than the token counts."""
         if self._embedding is None:
-            self._embedding = drafter_embedding(self.structure, self.facts.path)
+            self._embedding = _embedding_table(self.structure, self.facts.path)
         return self._embedding
 
     @property
     def head(self) -> Tensor:
         """Weight of the language model head, [V, H]; TargetError where it has a bias or is no linear map."""
-        return drafter_head(self.structure, self.facts.path).to(self.device)
+        if self._head is None:
+            self._head = _head_weight(self.structure, self.facts.path).to(self.device)
+        return self._head
 
     @torch.no_grad()
     def features(self, host: HostBatch, out: Tensor | None = None, *, with_last: bool = False) -> FeatureBatch:
@@ -198,3 +203,47 @@ def real_positions(lengths: np.ndarray | Sequence[int], width: int) -> np.ndarra
     """Places of the real tokens in a flattened [B · W] batch, row after row, int64 [S]."""
     lengths = np.asarray(lengths, dtype=np.int64)
     return np.concatenate([row * width + np.arange(length) for row, length in enumerate(lengths)])
+
+
+@torch.no_grad()
+def _embedding_table(structure: Structure, path: str) -> Tensor:
+    """What the target's layer 0 sees for every token.
+
+    Returns:
+        [V, H], type and device of the target's embedding; the weight itself where nothing is scaled.
+
+    Raises:
+        TargetError: layer 0 sees something that is no function of the token alone.
+    """
+    if structure.embed_scale is None:
+        raise TargetError(
+            f"target.path = {path}: no drafter can share its embedding: {structure.embed_note}; choose another target"
+        )
+    weight: Tensor = structure.embedding.weight.detach()
+    if type(structure.embedding) is nn.Embedding and structure.embed_scale == 1.0:
+        return weight
+    ids = torch.arange(weight.shape[0], device=weight.device)
+    parts = [structure.embedding(part).detach() for part in ids.split(EMBEDDED_AT_ONCE)]
+    table = torch.cat(parts)
+    return table if structure.embed_scale == 1.0 else table * structure.embed_scale
+
+
+def _head_weight(structure: Structure, path: str) -> Tensor:
+    """Weight of the head, [V, H]; refused where the head is missing, biased or not linear."""
+    head = structure.head
+    weight = getattr(head, "weight", None)
+    if head is None or not isinstance(weight, Tensor) or weight.dim() != 2:
+        raise TargetError(f"target.path = {path}: it has no linear language model head that a drafter could share")
+    if weight.is_meta:
+        raise TargetError(f"target.path = {path}: its head lies on the disk; give it a device in target.device_map")
+    bias = getattr(head, "bias", None)
+    if isinstance(bias, Tensor) and (bias.is_meta or bool((bias != 0).any())):
+        raise TargetError(
+            f"target.path = {path}: its head has a bias, which a drafter's head lacks; choose another target"
+        )
+    if weight.shape != structure.embedding.weight.shape:
+        raise TargetError(
+            f"target.path = {path}: embedding {list(structure.embedding.weight.shape)} and head {list(weight.shape)} "
+            "differ in shape, so no drafter can share both; choose another target"
+        )
+    return weight.detach()

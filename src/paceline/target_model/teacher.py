@@ -1,66 +1,65 @@
 """The target's own distributions from its last hidden states: final norm, head and whatever lies between, nothing else.
 
-The target's own forward runs, its decoder layers replaced by one that puts out the given states. So a norm that scales
-by 1 + w, capped or scaled logits and other habits of a family are the family's own code. Layer weights are let go.
+The target's own code runs, its decoder layers replaced by ones that put out the given states. So a norm that scales by
+1 + w, capped or scaled logits and other habits of a family are the family's own.
 
-Shape letters: M states, H hidden, V vocabulary, T tokens.
+Shape letters: M states, H hidden, V vocabulary.
 """
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from paceline.config.schema import TargetConfig
 from paceline.errors import TargetError
-from paceline.target_model.facts import read_config
-from paceline.target_model.introspect import Structure, head_of, hooked, main_output, run_plain
-from paceline.target_model.load import load_model
-from paceline.target_model.quantize import quantised
+from paceline.target_model.introspect import head_of, run_plain
+from paceline.types import TeacherParts
 
 
 class Teacher:
     """Makes the target's logits from outputs of its last decoder layer.
 
     Args:
-        model: a loaded target; it is changed and can do nothing else afterwards.
-        structure: its parts.
-        path: for errors.
+        parts: what the loaded target handed over.
+        device: where it runs.
 
     Raises:
-        TargetError: the logits do not follow from the last layer's output alone.
+        TargetError: the logits do not follow from the last layer's output alone; one line.
     """
 
-    def __init__(self, model: Any, structure: Structure, path: str) -> None:
-        self._model, self._states = model, torch.empty(0)
-        rows = structure.embedding.weight.shape[0]
-        ids = torch.tensor([[1 % rows], [3 % rows], [2 % rows]], device=structure.embedding.weight.device)
-        seen: list[Any] = []
-        handle = structure.layers[-1].register_forward_hook(lambda module, args, output: seen.append(output))
-        with hooked([handle]), torch.no_grad():
-            expected = run_plain(model, ids).logits
-        for layer in structure.layers:
-            layer.forward = self._standing_in(as_tuple=isinstance(seen[0], tuple))
-            for parameter in layer.parameters():
-                parameter.data = parameter.data.new_empty(0)
-        states = main_output(seen[0])
-        if states is None or not torch.allclose(
-            self(states.reshape(-1, states.shape[-1])), expected.reshape(-1, expected.shape[-1]), atol=1e-4, rtol=1e-3
-        ):
+    def __init__(self, parts: TeacherParts, device: str | torch.device = "cpu") -> None:
+        self._model, self._states = _built_on_meta(parts.built_from), torch.empty(0)
+        for name, tensor in parts.tensors.items():
+            prefix, _, own = name.rpartition(".")
+            module = self._model.get_submodule(prefix)
+            moved = tensor.to(device)
+            if own in module._buffers:
+                module._buffers[own] = moved
+            else:
+                setattr(module, own, nn.Parameter(moved, requires_grad=False))
+        for layer in self._model.get_submodule(parts.layers).children():
+            layer.forward = self._standing_in(as_tuple=parts.layers_give_tuples)
+        self._model.get_input_embeddings().forward = self._embedded
+        self._head = next(head_of(self._model).parameters())
+        found = self(parts.states.to(device)).cpu()
+        if not torch.allclose(found, parts.logits.cpu(), atol=1e-4, rtol=1e-3):
             raise TargetError(
-                f"target.path = {path}: its logits do not follow from the output of its last decoder layer alone, so "
-                "it cannot teach distributions; leave kl, tv and lk out of objective.terms"
+                f"{type(self._model).__name__}: its logits do not follow from the output of its last decoder layer "
+                "alone, so it cannot teach distributions; leave kl, tv and lk out of objective.terms"
             )
 
     @torch.no_grad()
     def __call__(self, hidden: Tensor) -> Tensor:
         """Logits [M, V] of outputs of the last decoder layer [M, H]."""
-        head = next(head_of(self._model).parameters())
-        self._states = hidden.to(head.device, head.dtype)[:, None]
-        ids = torch.zeros((len(hidden), 1), dtype=torch.long, device=head.device)
+        self._states = hidden.to(self._head.device, self._head.dtype)[:, None]
+        ids = torch.zeros((len(hidden), 1), dtype=torch.long, device=self._head.device)
         return run_plain(self._model, ids).logits.reshape(len(hidden), -1)
+
+    def _embedded(self, ids: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return torch.zeros_like(self._states)
 
     def _standing_in(self, *, as_tuple: bool) -> Any:
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -69,20 +68,11 @@ class Teacher:
         return forward
 
 
-def load_teacher(settings: TargetConfig, device: str | torch.device = "cpu") -> Teacher:
-    """The teacher of a target; its layers are loaded for a moment, on the CPU, and let go.
+def _built_on_meta(built_from: bytes) -> Any:
+    """The target's model without memory for its weights."""
+    from transformers.dynamic_module_utils import init_hf_modules
 
-    Quantised weights are placed by their quantizer, so such layers pass through `device` itself.
-
-    Raises:
-        TargetError: no such target, or one that cannot teach; one line.
-    """
-    config = read_config(settings.path, settings.trust_remote_code)
-    whole = settings.model_copy(update={"device_map": None})
-    if quantised(config, settings.quantization):
-        model, structure, _ = load_model(whole, device)
-        return Teacher(model, structure, settings.path)
-    model, structure, _ = load_model(whole, "cpu")
-    teacher = Teacher(model, structure, settings.path)
-    model.to(device)
-    return teacher
+    init_hf_modules()  # from then on code that came with the target can be imported
+    model_class, config = pickle.loads(built_from)
+    with torch.device("meta"):
+        return model_class(config).eval()

@@ -1,4 +1,4 @@
-"""Embedding and head: what layer 0 sees, the model's own logits, read without the rest of the target."""
+"""Embedding and head: what layer 0 sees, the model's own logits, handed over once or read without the other layers."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ import torch
 
 from paceline.config import TargetConfig
 from paceline.errors import TargetError
-from paceline.target_model.load import load_embedding_and_head, load_target
+from paceline.pipeline.process import WorkerProcess
+from paceline.target_model.load import load_target
+from paceline.target_model.shared_weights import on_host, shared_weights
+from paceline.target_model.teacher import Teacher
 from tiny_architectures import build, tiny_config
-from tiny_targets import save_tiny
+from tiny_targets import embedding_and_head, save_tiny
 
 IDS = torch.tensor([[5, 9, 3, 44, 17]])
 KINDS = {
@@ -28,7 +31,7 @@ KINDS = {
 @pytest.mark.parametrize("model_type", KINDS)
 def test_embedding_is_what_layer_zero_sees(tmp_path, model_type):
     folder = save_tiny(tmp_path, model_type, **KINDS[model_type])
-    embedding, head = load_embedding_and_head(str(folder), torch.float32)
+    embedding, head = embedding_and_head(folder)
     target = load_target(TargetConfig(path=str(folder), dtype="float32"), [0])
     seen, outputs = [], []
     layers = target.structure.layers
@@ -45,26 +48,16 @@ def test_embedding_is_what_layer_zero_sees(tmp_path, model_type):
 def test_an_embedding_of_its_own_kind_is_read_as_it_is_stored(tmp_path):
     """A weightless norm sits in this one's embedding module, whose weight initialising would overwrite."""
     build(tiny_config("muse_glimmer")).save_pretrained(str(tmp_path))
-    embedding, head = load_embedding_and_head(str(tmp_path))
+    embedding, head = embedding_and_head(tmp_path)
     target = load_target(TargetConfig(path=str(tmp_path), dtype="float32"), [0])
     assert torch.equal(embedding, target.embedding) and torch.equal(head, target.head)
 
 
 def test_tied_head_is_the_embedding(llama):
-    embedding, head = load_embedding_and_head(str(llama), torch.float32)
+    embedding, head = embedding_and_head(llama)
     assert torch.equal(embedding, head)
     target = load_target(TargetConfig(path=str(llama), dtype="float32"), [0])
     assert torch.equal(target.head, embedding)
-
-
-def test_only_the_shared_tensors_are_read(qwen3, monkeypatch):
-    from paceline.target_model import shared_weights
-
-    read = []
-    original = shared_weights._read
-    monkeypatch.setattr(shared_weights, "_read", lambda files, name: read.append(name) or original(files, name))
-    load_embedding_and_head(str(qwen3), torch.float32)
-    assert sorted(read) == ["lm_head.weight", "model.embed_tokens.weight"]
 
 
 def spoiled(folder, tmp_path, change):
@@ -77,14 +70,56 @@ def spoiled(folder, tmp_path, change):
     return str(copy)
 
 
-@pytest.mark.parametrize("name", ["lm_head.weight", "model.layers.2.mlp.up_proj.weight"])
+def test_only_the_first_layer_is_read_for_them(qwen3, tmp_path):
+    """Deeper layers may be missing from the folder: nobody asks for them."""
+    expected = embedding_and_head(qwen3)
+    path = spoiled(qwen3, tmp_path, lambda tensors: tensors.pop("model.layers.2.mlp.up_proj.weight"))
+    assert all(map(torch.equal, embedding_and_head(path), expected))
+
+
+def test_the_loaded_target_hands_over_its_own_tensors(qwen3, llama):
+    for folder, tied in ((qwen3, False), (llama, True)):
+        target = load_target(TargetConfig(path=str(folder), dtype="float32"), [0])
+        weights = shared_weights(target)
+        assert weights.embedding.data_ptr() == target.structure.embedding.weight.data_ptr()
+        assert (weights.head is weights.embedding) == tied
+        assert weights.teacher is None
+
+
+class Drafter:
+    """A process that takes over what a target hands over, and answers with what it got."""
+
+    def handle(self, message):
+        """Sums, and logits of the teacher."""
+        teacher = Teacher(message.teacher)
+        tied = message.head.data_ptr() == message.embedding.data_ptr()
+        shared = message.embedding.is_shared() and all(t.is_shared() for t in message.teacher.tensors.values())
+        yield float(message.embedding.sum()), float(message.head.sum()), tied, shared, teacher(message.teacher.states)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "llama"])
+def test_they_cross_to_another_process_in_shared_memory(kind, request):
+    target = load_target(TargetConfig(path=str(request.getfixturevalue(kind)), dtype="float32"), [0])
+    weights = on_host(shared_weights(target, with_teacher=True))
+    worker = WorkerProcess("drafter 0", Drafter, ())
+    try:
+        worker.connection.recv()
+        worker.send(weights)
+        embedding, head, tied, shared, logits = worker.connection.recv().payload
+    finally:
+        worker.stop(5.0)
+    assert (embedding, head) == (float(target.embedding.sum()), float(target.head.sum()))
+    assert shared and tied == (kind == "llama")
+    assert torch.equal(logits, weights.teacher.logits)
+
+
+@pytest.mark.parametrize("name", ["lm_head.weight", "model.layers.0.mlp.up_proj.weight"])
 def test_missing_tensors_are_refused(qwen3, tmp_path, name):
     path = spoiled(qwen3, tmp_path, lambda tensors: tensors.pop(name))
     with pytest.raises(TargetError, match=f"tensors are missing from its files, the first is {name}"):
         load_target(TargetConfig(path=path), [0])
-    if name == "lm_head.weight":
-        with pytest.raises(TargetError, match=f"tensors are missing from its files, the first is {name}"):
-            load_embedding_and_head(path)
+    with pytest.raises(TargetError, match=f"tensors are missing from its files, the first is {name}"):
+        embedding_and_head(path)
 
 
 def test_misshaped_tensors_are_refused(qwen3, tmp_path):
@@ -104,7 +139,7 @@ def test_ends_that_no_drafter_can_share_are_refused_in_words(tmp_path, model_typ
     else:
         path = str(folder)
     with pytest.raises(TargetError, match=says):
-        load_embedding_and_head(path)
+        embedding_and_head(path)
     target = load_target(TargetConfig(path=path), [0])
     with pytest.raises(TargetError, match=says):
         _ = (target.embedding, target.head)
