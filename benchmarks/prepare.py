@@ -24,18 +24,28 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pyarrow as pa
 
 from paceline.config import DataConfig
-from paceline.data.finalize import finalize
-from paceline.data.index import PartWriter
+from paceline.data.finalize import UnfinishedStore, finalize
 from paceline.data.loss_mask import Sample
 from paceline.data.prepare import prepare
 from paceline.data.readers import RowSource, Shard
-from paceline.data.report import Tally
-from paceline.data.store import FORMAT, INDEX, INDEX_SCHEMA, MANIFEST, PART_SCHEMA, open_store, part_name, write_table
-from paceline.data.tokenize_rows import store_folder
+from paceline.data.report import PrepareReport, Tally
+from paceline.data.store import (
+    FORMAT,
+    INDEX,
+    INDEX_SCHEMA,
+    PART_SCHEMA,
+    Manifest,
+    open_store,
+    part_name,
+    write_manifest,
+    write_table,
+)
+from paceline.data.tokenize_rows import PartWriter, store_folder, tally_path
 from paceline.data.tokenizer import load_tokenizer
 from paceline.drafter.anchors import count_eligible
 
@@ -177,8 +187,9 @@ def synthetic_store(folder: Path, rows: int, mean_length: int, rows_a_part: int 
         }
         parts.append(pa.table(index, schema=INDEX_SCHEMA))
     write_table(pa.concat_tables(parts).unify_dictionaries(), folder / INDEX)
-    manifest = {"format": FORMAT, "fingerprint": "synthetic", "sources": [{"path": "synthetic"}]}
-    (folder / MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
+    report = PrepareReport(str(folder), "synthetic", rows, rows, rows, {}, {}, 0, 0, 0, 0, [], {}, {}, [])
+    source = RowSource("synthetic", "jsonl", "synthetic")
+    write_manifest(folder, Manifest(FORMAT, "synthetic", {}, [source], report))
 
 
 def reading(rows: int, rounds: int) -> None:
@@ -260,34 +271,33 @@ def child(file: str, store: str) -> None:
     print(json.dumps({"words": words}))
 
 
-def unfinished_parts(folder: Path, rows: int, rows_a_part: int = 16_384) -> list[Shard]:
-    """Parts of short random samples with tallies, as tokenizing leaves them."""
-    rng = np.random.default_rng(0)
+def unfinished_store(path: Path, rows: int, rows_a_part: int = 16_384) -> UnfinishedStore:
+    """A store whose parts of short random samples are there, as tokenizing leaves them."""
+    folder = path.with_name(f".{path.name}.0123456789ab.unfinished")
     store_folder(folder).mkdir(parents=True)
-    pieces: list[Shard] = []
+    rng = np.random.default_rng(0)
+    shards: list[Shard] = []
     spans = np.array([10, 22], dtype=np.int32)
     for number, start in enumerate(range(0, rows, rows_a_part)):
         count = min(rows_a_part, rows - start)
         part = PartWriter()
         for row, ids in enumerate(rng.integers(0, 2048, (count, 22), dtype=np.int32)):
             part.append(Sample(ids, spans, tags=("English",)), 11, 0, start + row + 1)
-        part.write(folder, store_folder(folder), number)
-        (folder / f"part-{number:06d}.json").write_text(json.dumps(Tally(rows_in=count).to_json()), encoding="utf-8")
-        pieces.append(Shard(number, 0, "rows.jsonl", "jsonl", 0, 1, start + 1))
-    return pieces
+        part.write(folder, number, near=True)
+        tally_path(folder, number).write_bytes(msgspec.json.encode(Tally(rows_in=count)))
+        shards.append(Shard(number, 0, "rows.jsonl", "jsonl", 0, 1, start + 1))
+    sources = [RowSource("rows.jsonl", "jsonl", "synthetic")]
+    return UnfinishedStore(folder, path, sources, shards, DataConfig(), "0123456789ab", {})
 
 
 def finishing(rows: int) -> None:
     """Peak memory of finishing a store whose parts are there; one count a process, as the peak never falls."""
     with tempfile.TemporaryDirectory() as name:
-        aside = Path(name) / ".store.0123456789ab.unfinished"
-        pieces = unfinished_parts(aside, rows)
+        made = unfinished_store(Path(name) / "store", rows)
         start_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-        sources = [RowSource("rows.jsonl", "jsonl", "synthetic")]
         start = time.perf_counter()
-        store = Path(name) / "store"
         with Peak() as peak:
-            finalize(aside, store, pieces, sources, "synthetic", {}, DataConfig(), target={}, progress=lambda *_: None)
+            finalize(made, lambda *_: None)
     print(
         f"{rows:>10,} rows: {peak.all_mb - start_mb:.0f} MB beyond {start_mb:.0f} MB before; without mapped files "
         f"{peak.own_mb - peak.before_mb:.0f} MB; {time.perf_counter() - start:.1f} s"

@@ -40,19 +40,33 @@ def replacing(path: Path) -> Generator[Path]:
     remove(aside)
     try:
         yield aside
-        flush(aside)
-        if aside.is_dir() and path.exists():
-            old = path.with_name(path.name + ".old")
-            remove(old)
-            path.rename(old)
-            aside.rename(path)
-            remove(old)
-        else:
-            aside.replace(path)
-        flush_entry(path.parent)
+        take_place(aside, path)
     except BaseException:
         remove(aside)
         raise
+
+
+def take_place(made: Path, path: Path) -> None:
+    """Give a finished file or folder the name ``path``, on the same disk; what was there before is removed.
+
+    Raises:
+        OSError: as the system says.
+    """
+    flush(made)
+    if made.is_dir() and path.exists():
+        old = replaced(path)
+        remove(old)
+        path.rename(old)
+        made.rename(path)
+        remove(old)
+    else:
+        made.replace(path)
+    flush_entry(path.parent)
+
+
+def replaced(path: Path) -> Path:
+    """Where an old folder is while a new one takes its place; it may be removed when nobody writes."""
+    return path.with_name(f".{path.name}.old")
 
 
 def flush(path: Path) -> None:

@@ -201,4 +201,4 @@ def test_a_file_that_changes_while_it_is_read_makes_no_store(chatml: str, tmp_pa
 
     with pytest.raises(DataError, match=r"rows\.jsonl: changed while it was read"):
         prepare([str(file)], tmp_path / "s", chatml, DataConfig(), count_eligible=count_eligible, progress=rewrite)
-    assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".s.lock", "rows.jsonl"]

@@ -9,9 +9,9 @@ import numpy as np
 from paceline.check.context import CheckContext
 from paceline.check.findings import CheckResult
 from paceline.check.sample_data import tokens_of
+from paceline.data.coverage import warnings_of
 from paceline.data.prepare import other_target
 from paceline.data.report import REASONS
-from paceline.data.warn import warnings_of
 from paceline.errors import DataError
 from paceline.evaluate.prompts import render_prompts
 

@@ -18,9 +18,9 @@ from paceline.errors import ConfigError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from paceline.data.coverage import StoreUse
     from paceline.data.report import Count, PrepareReport
     from paceline.data.store import TokenStore
-    from paceline.data.use import StoreUse
     from paceline.evaluate.on_policy import OnPolicyReport
 
 _SHOWN_TOKENS = 1500
@@ -62,7 +62,7 @@ def run(argv: Sequence[str]) -> int:
     scored = score_answers(report.store, settings, arguments.on_policy) if arguments.on_policy else None
     if arguments.json:
         more = {"anchors": asdict(use.anchors), "passes": use.passes, "on_policy": asdict(scored) if scored else None}
-        command.write_json({**report.to_json(), **more})
+        command.write_json({**asdict(report), **more})
     else:
         command.stdout.print(render(report, use))
         if scored:
@@ -71,11 +71,6 @@ def run(argv: Sequence[str]) -> int:
         # Standard output is one JSON document where a program reads it.
         _show(report.store, settings, arguments.show, command.stderr if arguments.json else command.stdout)
     return 0
-
-
-def store_path(settings: Settings) -> Path:
-    """Folder of the run's store."""
-    return Path(settings.data.store) if settings.data.store else Path(settings.run_dir) / "store"
 
 
 def prepare_run(settings: Settings, *, replace: bool = False) -> PrepareReport:
@@ -94,13 +89,13 @@ def prepare_run(settings: Settings, *, replace: bool = False) -> PrepareReport:
 
         def hear(stage: str, done: int, total: int) -> None:
             if stage == "waiting":
-                command.notice(f"{store_path(settings)}: another process is preparing it; waiting until it is done")
+                command.notice(f"{settings.store_path}: another process is preparing it; waiting until it is done")
                 return
             bars.update(tasks[stage], completed=done, total=total, visible=True)
 
         return prepare(
             settings.data.train,
-            store_path(settings),
+            settings.store_path,
             settings.target.path,
             settings.data,
             count_eligible=count_eligible,
@@ -113,7 +108,7 @@ def prepare_run(settings: Settings, *, replace: bool = False) -> PrepareReport:
 
 def use_of(store: str, settings: Settings) -> StoreUse:
     """What these settings make of a store; noted in it for the HTML report."""
-    from paceline.data.use import note_use
+    from paceline.data.coverage import note_use
 
     drafter = settings.drafter
     return note_use(

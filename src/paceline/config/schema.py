@@ -84,7 +84,8 @@ class DataConfig(Section):
     duplicates: Literal["drop", "keep"] = "drop"
     """Samples whose tokens came earlier: leave out, or keep."""
     near_duplicates: Literal["drop", "keep"] = "keep"
-    """Samples that share four fifths of their token 5-grams with an earlier one; they are counted either way."""
+    """Samples that share four fifths of their token 5-grams with an earlier one: leave out, or keep and count. They are
+    not looked for where `duplicates` are kept too."""
     thinking: Literal["auto", "on", "off"] = "auto"
     """The template's `enable_thinking`. auto: the generation prompt that each answer continues."""
     workers: int = Field(default=1, ge=1)

@@ -1,144 +1,167 @@
 """The end of preparing: duplicates over all parts, index, manifest, report, and the renaming of the folder.
 
-Nothing that an ended run needs is removed before the store is in its place, so finishing can be ended anywhere and
-done again.
+Nothing that an ended run needs is removed before the store is in its place, so finishing can be ended anywhere and done
+again. Parts are looked at one at a time and columns gathered in files: memory does not grow with the samples, but for
+3 bytes of marks each.
 """
 
 from __future__ import annotations
 
-import glob
-import json
-import os
-import shutil
+import itertools
+import re
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import IO
 
+import msgspec
 import numpy as np
 import pyarrow as pa
 
+from paceline import atomic_files
 from paceline.config import DataConfig
-from paceline.data.dedup import SIGNATURE, near_duplicates, repeats
+from paceline.data.coverage import warnings_of
+from paceline.data.dedup import KEYS, are_near, repeats
 from paceline.data.holdout import join_heldout
-from paceline.data.index import AllColumns, Totals, index_writer
 from paceline.data.readers import RowSource, Shard
-from paceline.data.report import NOTES, REASONS, Count, PrepareReport, Tally, length_histogram, length_percentiles
-from paceline.data.store import FORMAT, MANIFEST
-from paceline.data.tokenize_rows import read_tally, store_folder
-from paceline.data.warn import warnings_of
+from paceline.data.report import (
+    NOTES,
+    REASONS,
+    Count,
+    PrepareReport,
+    TagTotals,
+    Tally,
+    length_histogram,
+    length_percentiles,
+)
+from paceline.data.store import (
+    FORMAT,
+    INDEX,
+    INDEX_SCHEMA,
+    Manifest,
+    Part,
+    part_name,
+    read_table,
+    write_manifest,
+    write_table,
+)
+from paceline.data.tokenize_rows import columns_path, looks_for_near, store_folder, tally_path
 from paceline.errors import DataError
 from paceline.types import JsonDict
 
+_PAIRS = 64
+"""Candidates for near-duplicates that are compared at once."""
 
-def finalize(
-    aside: Path,
-    store: Path,
-    pieces: Sequence[Shard],
-    sources: Sequence[RowSource],
-    fingerprint: str,
-    ingredients: JsonDict,
-    settings: DataConfig,
-    *,
-    target: Mapping[str, str],
-    progress: Callable[[str, int, int], None],
-    warnings: Sequence[str] = (),
-) -> PrepareReport:
-    """Make a store of the finished parts in `aside` and rename it to `store`; `target` is noted in its manifest, and
-    `warnings` in the report.
+
+@dataclass(frozen=True, slots=True)
+class UnfinishedStore:
+    """A store that is being made.
+
+    Attributes:
+        folder: where parts, their columns and tallies are.
+        path: where the store is to be.
+        sources, shards: of the data.
+        settings: lengths and policies.
+        fingerprint, ingredients, target: for the manifest.
+        warnings: sentences for the report.
+    """
+
+    folder: Path
+    path: Path
+    sources: Sequence[RowSource]
+    shards: Sequence[Shard]
+    settings: DataConfig
+    fingerprint: str
+    ingredients: JsonDict
+    target: dict[str, str] = field(default_factory=dict)
+    warnings: Sequence[str] = ()
+
+
+def finalize(made: UnfinishedStore, progress: Callable[[str, int, int], None]) -> PrepareReport:
+    """Make a store of the finished parts and rename it to its place.
 
     Raises:
         DataError: no sample is left; one line with the reasons and an example of each.
     """
     progress("finishing", 0, 3)
-    made = store_folder(aside)
-    numbers = [piece.number for piece in pieces]
+    folder, numbers = store_folder(made.folder), [shard.number for shard in made.shards]
     tally = Tally()
     for number in numbers:
-        tally.add(read_tally(aside, number))
-    samples = AllColumns(aside, numbers)
-    keep = _unlike(aside, samples, settings, tally, sources)
+        tally.add(msgspec.json.decode(tally_path(made.folder, number).read_bytes(), type=Tally))
+    samples = _AllColumns(made.folder, numbers)
+    keep = _unlike(made, samples, tally)
     progress("finishing", 1, 3)
-    with index_writer(aside) as index:
+    with _index_writer(made.folder) as index:
         for start, (number, columns) in zip(samples.starts.tolist(), samples, strict=False):
             kept = np.flatnonzero(keep[start : start + columns.num_rows])
-            index.append(number, columns, _weighted(columns, kept, sources, tally))
+            index.append(number, columns, _weighted(columns, kept, made.sources, tally))
         if not index.totals.samples:
             raise DataError(_nothing_left(tally))
-        index.write(made)
-        totals = index.totals
-    heldout = join_heldout(aside, made, numbers)
-    report = _report(store, fingerprint, totals, tally, settings, heldout)
-    report.warnings.extend(warnings)
-    manifest = {
-        "format": FORMAT,
-        "fingerprint": fingerprint,
-        "ingredients": ingredients,
-        "target": dict(target),
-        "sources": [{"path": source.path, "kind": source.kind, "digest": source.digest} for source in sources],
-        "num_samples": totals.samples,
-        "report": report.to_json(),
-        "words": {
-            "set_aside": {reason: REASONS[reason] for reason in report.set_aside},
-            "notes": {note: NOTES[note] for note in report.notes},
-        },
+        index.write(folder)
+    heldout = join_heldout(made.folder, folder, numbers)
+    report = _report(made, index.totals, tally, heldout)
+    words = {
+        "set_aside": {reason: REASONS[reason] for reason in report.set_aside},
+        "notes": {note: NOTES[note] for note in report.notes},
     }
-    (made / MANIFEST).write_text(json.dumps(manifest, indent=2), encoding="utf-8")
+    manifest = Manifest(FORMAT, made.fingerprint, made.ingredients, list(made.sources), report, made.target, words)
+    write_manifest(folder, manifest)
     progress("finishing", 2, 3)
-    _put_in_place(made, store)
-    sweep(store)
+    atomic_files.take_place(folder, made.path)
+    sweep(made.path)
     progress("finishing", 3, 3)
     return report
 
 
-def sweep(store: Path, which: str = "[0-9a-f]" * 12) -> None:
+def unfinished_folder(store: Path, fingerprint: str) -> Path:
+    """Where a store is while it is made."""
+    return store.with_name(f".{store.name}.{fingerprint[:12]}.unfinished")
+
+
+def sweep(store: Path, fingerprint: str = "") -> None:
     """Remove what ended runs left beside a store that is there; only under its lock.
 
     Args:
         store: folder of the store.
-        which: first digits of the runs' fingerprints, a pattern.
+        fingerprint: of the store that the runs were making; empty: of any.
     """
-    for stale in store.parent.glob(f".{glob.escape(store.name)}.{which}.unfinished"):
-        shutil.rmtree(stale)
-    if (old := _replaced(store)).exists():
-        shutil.rmtree(old)
+    whose = fingerprint[:12] or "[0-9a-f]{12}"
+    for path in store.parent.iterdir():
+        if re.fullmatch(rf"\.{re.escape(store.name)}\.{whose}\.unfinished", path.name):
+            atomic_files.remove(path)
+    atomic_files.remove(atomic_files.replaced(store))
 
 
-def _unlike(
-    aside: Path, samples: AllColumns, settings: DataConfig, tally: Tally, sources: Sequence[RowSource]
-) -> np.ndarray:
+def _unlike(made: UnfinishedStore, samples: _AllColumns, tally: Tally) -> np.ndarray:
     """Which samples are kept, bool; duplicates are counted."""
 
     def where(sample: int) -> str:
         source, line = samples.origin(sample)
-        return f"{sources[source].path}:{line}"
+        return f"{made.sources[source].path}:{line}"
 
-    count = len(samples)
-    first = np.ones(count, dtype=bool)
-    if not count:
-        return first
-    for rows, _ in repeats(samples.hashes(), count, aside):
+    count, settings = len(samples), made.settings
+    first, near = np.ones(count, dtype=bool), np.zeros(count, dtype=bool)
+    for rows, _ in repeats(samples.column("content_hash"), count, made.folder):
         first[rows] = False
     keep = first.copy() if settings.duplicates == "drop" else np.ones(count, dtype=bool)
     if not keep.all():
         tally.leave_out("duplicate", where(int(np.argmin(keep))), count=count - int(keep.sum()))
-    near, example = 0, (count, count)
-    with tempfile.TemporaryFile(dir=aside) as file:
-        samples.signatures(file)
-        file.flush()
-
-        def read(rows: np.ndarray) -> np.ndarray:
-            # Mapped for this reading only: what was read does not stay in the process.
-            return np.array(np.memmap(file, np.uint32, mode="r", shape=(count, SIGNATURE))[rows])
-
-        for rows, twins in near_duplicates(count, read, aside):
-            rows, twins = rows[first[rows]], twins[first[rows]]
-            near += len(rows)
-            keep[rows] = settings.near_duplicates != "drop"
-            example = min([example, *zip(rows.tolist(), twins.tolist(), strict=True)])
-    if near:
+    example = (count, count)
+    for key in range(KEYS if looks_for_near(settings) else 0):
+        for rows, twins in repeats(samples.column(f"near{key}"), count, made.folder):
+            fresh = first[rows] & ~near[rows]
+            pairs = list(zip(rows[fresh].tolist(), twins[fresh].tolist(), strict=True))
+            for some in (pairs[at : at + _PAIRS] for at in range(0, len(pairs), _PAIRS)):
+                alike = are_near([(samples.ids(row), samples.ids(twin)) for row, twin in some])
+                found = list(itertools.compress(some, alike))
+                near[[row for row, _ in found]] = True
+                example = min([example, *found])
+    if near.any():
         say = tally.leave_out if settings.near_duplicates == "drop" else tally.note
-        say("near_duplicate", where(example[0]), f"like {where(example[1])}", near)
-    return keep
+        say("near_duplicate", where(example[0]), f"like {where(example[1])}", int(near.sum()))
+    return keep & ~near if settings.near_duplicates == "drop" else keep
 
 
 def _weighted(columns: pa.Table, kept: np.ndarray, sources: Sequence[RowSource], tally: Tally) -> np.ndarray:
@@ -158,13 +181,130 @@ def _weighted(columns: pa.Table, kept: np.ndarray, sources: Sequence[RowSource],
     return np.repeat(kept, times)
 
 
-def _report(
-    store: Path, fingerprint: str, totals: Totals, tally: Tally, settings: DataConfig, heldout: tuple[int, int]
-) -> PrepareReport:
+class _AllColumns:
+    """The columns of all parts, one part in memory at a time; samples are numbered over all of them."""
+
+    def __init__(self, folder: Path, numbers: Sequence[int]) -> None:
+        self._folder = folder
+        self._numbers = numbers
+        self._parts: dict[int, Part] = {}
+        self.starts = np.cumsum([0, *(table.num_rows for _, table in self)])
+
+    def __len__(self) -> int:
+        return int(self.starts[-1])
+
+    def __iter__(self) -> Iterator[tuple[int, pa.Table]]:
+        return ((number, read_table(columns_path(self._folder, number))) for number in self._numbers)
+
+    def column(self, name: str) -> Iterator[np.ndarray]:
+        """A column of part after part."""
+        return (table[name].to_numpy() for _, table in self)
+
+    def origin(self, sample: int) -> tuple[int, int]:
+        """Source and line of one sample."""
+        number, row = self._place(sample)
+        table = read_table(columns_path(self._folder, number))
+        return table["source"][row].as_py(), table["line"][row].as_py()
+
+    def ids(self, sample: int) -> np.ndarray:
+        """Token ids of one sample."""
+        number, row = self._place(sample)
+        if number not in self._parts:
+            self._parts[number] = Part(store_folder(self._folder) / part_name(number))
+        return self._parts[number].ids(row)
+
+    def _place(self, sample: int) -> tuple[int, int]:
+        """Part, and row in it."""
+        place = int(np.searchsorted(self.starts, sample, side="right")) - 1
+        return self._numbers[place], int(sample - self.starts[place])
+
+
+@dataclass(slots=True)
+class _Totals:
+    """Sums over the samples of an index.
+
+    Attributes:
+        samples, rows_used, tokens, supervised, eligible: how many; a row that gives several samples counts once.
+        lengths: length → samples.
+        tags: tag → samples and tokens.
+    """
+
+    samples: int = 0
+    rows_used: int = 0
+    tokens: int = 0
+    supervised: int = 0
+    eligible: int = 0
+    lengths: dict[int, int] = field(default_factory=dict)
+    tags: dict[str, TagTotals] = field(default_factory=dict)
+
+    def add(self, part: pa.Table) -> None:
+        """Add the samples of one part, in the order of their rows."""
+        if not part.num_rows:
+            return
+        lengths, supervised = part["length"].to_numpy(), part["supervised"].to_numpy()
+        self.samples += part.num_rows
+        self.rows_used += 1 + int(np.count_nonzero(np.diff(part["line"].to_numpy())))
+        self.tokens += int(lengths.sum())
+        self.supervised += int(supervised.sum())
+        self.eligible += int(part["eligible"].to_numpy().sum())
+        for length, count in zip(*np.unique(lengths, return_counts=True), strict=True):
+            self.lengths[int(length)] = self.lengths.get(int(length), 0) + int(count)
+        tags = part["tags"].chunk(0)
+        codes = tags.indices.to_numpy()
+        sums = [np.bincount(codes, weights, len(tags.dictionary)) for weights in (None, lengths, supervised)]
+        for text, samples, tokens, learned in zip(tags.dictionary.to_pylist(), *sums, strict=True):
+            for tag in filter(None, text.split(",") if samples else ()):
+                total = self.tags.setdefault(tag, TagTotals())
+                total.samples += int(samples)
+                total.tokens += int(tokens)
+                total.supervised_tokens += int(learned)
+
+
+@contextmanager
+def _index_writer(folder: Path) -> Generator[_IndexWriter]:
+    """An `_IndexWriter` with files in `folder` that have no names there, and are gone when it is left."""
+    with ExitStack() as opened:
+        yield _IndexWriter({n: opened.enter_context(tempfile.TemporaryFile(dir=folder)) for n in INDEX_SCHEMA.names})
+
+
+class _IndexWriter:
+    """Gathers the columns of the index in files, one for each, of which it is then written as one batch."""
+
+    def __init__(self, files: dict[str, IO[bytes]]) -> None:
+        self.totals = _Totals()
+        self._codes: dict[str, int] = {}
+        self._files = files
+
+    def append(self, number: int, columns: pa.Table, rows: np.ndarray) -> None:
+        """Add rows (ascending) of one part."""
+        taken = columns.take(pa.array(rows)).combine_chunks()
+        self.totals.add(taken)
+        values = {name: taken[name].to_numpy() for name in ("length", "eligible", "supervised", "source", "line")}
+        values |= {"row": rows.astype(np.int32), "part": np.full(len(rows), number, dtype=np.int32)}
+        for tags in taken["tags"].chunks:
+            own = [self._codes.setdefault(text, len(self._codes)) for text in tags.dictionary.to_pylist()]
+            values["tags"] = np.asarray(own, dtype=np.int32)[tags.indices.to_numpy()]
+        for name, column in values.items():
+            self._files[name].write(column.tobytes())
+
+    def write(self, store: Path) -> None:
+        """Write the index; at least one sample must be there."""
+        columns: list[pa.Array] = []
+        for field_ in INDEX_SCHEMA:
+            coded = pa.types.is_dictionary(field_.type)
+            kind = field_.type.index_type if coded else field_.type
+            self._files[field_.name].flush()
+            mapped = pa.array(np.memmap(self._files[field_.name], kind.to_pandas_dtype(), mode="r"), kind)
+            words = pa.array(self._codes, pa.string())
+            columns.append(pa.DictionaryArray.from_arrays(mapped, words) if coded else mapped)
+        write_table(pa.table(columns, schema=INDEX_SCHEMA), store / INDEX)
+
+
+def _report(made: UnfinishedStore, totals: _Totals, tally: Tally, heldout: tuple[int, int]) -> PrepareReport:
     lengths, counts = np.array(sorted(totals.lengths.items()), dtype=np.int64).T
     report = PrepareReport(
-        store=str(store),
-        fingerprint=fingerprint,
+        store=str(made.path),
+        fingerprint=made.fingerprint,
         rows_in=tally.rows_in,
         rows_used=totals.rows_used,
         samples=totals.samples,
@@ -181,7 +321,7 @@ def _report(
         heldout_rows=heldout[0],
         heldout_documents=heldout[1],
     )
-    report.warnings.extend(warnings_of(report, settings))
+    report.warnings.extend([*warnings_of(report, made.settings), *made.warnings])
     return report
 
 
@@ -197,30 +337,3 @@ def _nothing_left(tally: Tally) -> str:
         for reason, count in _ordered(tally.set_aside).items()
     ]
     return f"of {tally.rows_in} rows none can be trained on: {'; '.join(reasons)}"
-
-
-def _replaced(store: Path) -> Path:
-    return store.with_name(f".{store.name}.replaced")
-
-
-def _put_in_place(made: Path, store: Path) -> None:
-    for file in made.iterdir():
-        _flush(file)
-    _flush(made)
-    store.parent.mkdir(parents=True, exist_ok=True)
-    if store.exists():
-        old = _replaced(store)
-        if old.exists():
-            shutil.rmtree(old)
-        store.rename(old)
-    made.rename(store)
-    _flush(store.parent)
-
-
-def _flush(path: Path) -> None:
-    """Ask the system to write a file or folder to the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

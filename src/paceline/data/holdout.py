@@ -1,4 +1,4 @@
-"""Whole documents held out from training, chosen by a keyed hash: no matter in which order rows come, or who reads."""
+"""Whole documents held out from training, chosen by a keyed hash: the order of rows and the reader do not matter."""
 
 from __future__ import annotations
 
@@ -49,19 +49,19 @@ def row_is_held_out(values: Any, share: float) -> bool:
 
 
 def part_heldout(folder: Path, number: int) -> Path:
-    """Where the held-out rows of one piece are written."""
+    """Where the held-out rows of one shard are written."""
     return folder / f"part-{number:06d}.heldout"
 
 
 def write_heldout(rows: Sequence[Mapping[str, Any]], tags: tuple[str, ...], path: Path) -> None:
-    """Held-out rows of one piece as JSON lines, each with the tags of its file before its own; no file for no rows."""
+    """Held-out rows of one shard as JSON lines, each with the tags of its file before its own; no file for no rows."""
     if rows:
         tagged = ({**row, "tags": list(dict.fromkeys((*tags, *tags_of(row))))} if tags else row for row in rows)
-        path.write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in tagged))
+        path.write_bytes(msgspec.json.Encoder().encode_lines(list(tagged)))
 
 
 def join_heldout(parts: Path, store: Path, numbers: Sequence[int]) -> tuple[int, int]:
-    """Join the held-out rows of all pieces to one file of the store; rows and documents in it. No file for no rows."""
+    """Join the held-out rows of all shards to one file of the store; rows and documents in it. No file for no rows."""
     found = [path for number in numbers if (path := part_heldout(parts, number)).exists()]
     documents = array("Q")
     if found:

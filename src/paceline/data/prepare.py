@@ -1,39 +1,52 @@
 """From data files to the tokenized store.
 
-Files are cut into pieces; each piece becomes one part of the store, written aside with its tally, in this process or
-in several. A run that was ended goes on with the pieces that are missing. At the end duplicates are found over all
-parts, the index and the manifest are written, and the folder is renamed to its place. The store's bytes do not depend
-on the number of processes. One process at a time prepares a store; another one waits, and then finds it.
+Files are cut into shards; each shard becomes one part of the store, written aside with its tally, in this process or in
+several. A run that was ended resumes with the shards that are missing. At the end duplicates are found over all parts,
+the index and the manifest are written, and the folder is renamed to its place. The store's bytes do not depend on the
+number of processes. One process at a time prepares a store: another one waits, and then finds it.
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import multiprocessing
 import os
-import shutil
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
+from dataclasses import replace as with_changes
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
+import filelock
 import numpy as np
 
+from paceline import atomic_files
 from paceline.config import DataConfig
-from paceline.data import store as stored
 from paceline.data.dedup import HeldOut, content_hash, prompt_of
-from paceline.data.finalize import finalize, sweep
-from paceline.data.lock import store_lock
+from paceline.data.finalize import UnfinishedStore, finalize, sweep, unfinished_folder
 from paceline.data.readers import DataFile, RowSource, Shard, find_files, read_shard, scan
 from paceline.data.report import PrepareReport
 from paceline.data.rows import Conversation, ReadyTokens, RowRejected, read_row
-from paceline.data.tokenize_rows import RowTokenizer, ShardWorker, finished, start_worker, store_folder, tokenize_shard
+from paceline.data.store import FORMAT, MANIFEST, read_manifest
+from paceline.data.tokenize_rows import (
+    RowTokenizer,
+    ShardWorker,
+    start_worker,
+    store_folder,
+    tally_path,
+    tokenize_shard,
+)
 from paceline.data.tokenizer import fingerprint_template, fingerprint_tokenizer, load_tokenizer
 from paceline.errors import DataError, PacelineError
+from paceline.text import first_line
 from paceline.types import JsonDict, differing_parts
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _SETTINGS = (
     "max_length",
@@ -47,14 +60,14 @@ _SETTINGS = (
 )
 """Settings that decide what is in the store."""
 
+_REMEDY = "give another data.store, or run `paceline prepare --replace`"
+_RESUME = "fix that and run the same command to resume with what is missing"
+_NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS)
+_WITHOUT_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 
-class Progress(Protocol):
-    """Hears how far preparing is."""
-
-    def __call__(self, stage: str, done: int, total: int) -> None:
-        """`stage` is `reading` (bytes), `waiting` (for another process, once), `tokenizing` (pieces) or `finishing`
-        (steps)."""
-        ...
+Progress = Callable[[str, int, int], None]
+"""Stage, done and total: `reading` (bytes), `waiting` (for another process, once), `tokenizing` (shards) or `finishing`
+(steps)."""
 
 
 def prepare(
@@ -65,7 +78,7 @@ def prepare(
     *,
     count_eligible: Callable[[np.ndarray], int],
     trust_remote_code: bool = False,
-    progress: Progress | None = None,
+    progress: Progress = lambda stage, done, total: None,
     replace: bool = False,
     target: Mapping[str, str] | None = None,
 ) -> PrepareReport:
@@ -78,7 +91,7 @@ def prepare(
         settings: lengths and policies; `heldout` names files whose prompts must not be trained on.
         count_eligible: eligible anchors of a loss mask; picklable where `settings.workers` > 1.
         trust_remote_code: whether code that comes with the target may run.
-        progress: hears how far it is.
+        progress: is called with how far it is.
         replace: put the new store in the place of one that was made from something else.
         target: identity of the target whose answers these are, part by part; noted in the manifest.
 
@@ -91,51 +104,25 @@ def prepare(
     """
     paths = find_files(files)
     tokenizer = load_tokenizer(tokenizer_path, trust_remote_code)
-    hear, before = progress or _silence, _stamps(paths)
-    sources, pieces = scan(paths, lambda done, total: hear("reading", done, total))
-    held_sources, held_pieces = scan(find_files(settings.heldout, "data.heldout")) if settings.heldout else ([], [])
+    before = _stamps(paths)
+    sources, shards = scan(paths, lambda done, total: progress("reading", done, total))
+    held_sources, held_shards = scan(find_files(settings.heldout, "data.heldout")) if settings.heldout else ([], [])
     ingredients = _ingredients(sources, held_sources, tokenizer, settings)
     fingerprint = hashlib.blake2b(json.dumps(ingredients, sort_keys=True).encode(), digest_size=16).hexdigest()
-    with _told(store), store_lock(store, lambda: hear("waiting", 0, 1)):
+    with _one_line(store), _locked(store, lambda: progress("waiting", 0, 1)):
         if (found := _found_store(store, fingerprint, ingredients, replace=replace)) is not None:
             return found
-        aside = _aside(store, fingerprint)
-        tokeniser = RowTokenizer(tokenizer_path, trust_remote_code, settings)
-        heldout, warnings = _held_out(held_sources, held_pieces, tokeniser)
-        worker = ShardWorker(tokenizer_path, trust_remote_code, settings, count_eligible, str(aside), heldout)
-        _tokenize_all(pieces, worker, settings.workers, aside, hear)
-        _check_unchanged(paths, before, aside)
-        return finalize(
-            aside,
-            store,
-            pieces,
-            sources,
-            fingerprint,
-            ingredients,
-            settings,
-            target=target or {},
-            progress=hear,
-            warnings=warnings,
+        folder = unfinished_folder(store, fingerprint)
+        store_folder(folder).mkdir(parents=True, exist_ok=True)
+        row_tokenizer = RowTokenizer(tokenizer_path, trust_remote_code, settings)
+        heldout, warnings = _held_out(held_sources, held_shards, row_tokenizer)
+        worker = ShardWorker(tokenizer_path, trust_remote_code, settings, count_eligible, folder, heldout)
+        _tokenize_all(shards, worker, progress)
+        _check_unchanged(paths, before, folder)
+        made = UnfinishedStore(
+            folder, store, sources, shards, settings, fingerprint, ingredients, dict(target or {}), warnings
         )
-
-
-def _aside(store: Path, fingerprint: str) -> Path:
-    """Folder of an unfinished store; made where it is not there."""
-    aside = store.with_name(f".{store.name}.{fingerprint[:12]}.unfinished")
-    store_folder(aside).mkdir(parents=True, exist_ok=True)
-    return aside
-
-
-def _check_unchanged(paths: Sequence[DataFile], before: Sequence[tuple[int, int]], aside: Path) -> None:
-    """Refuse files that changed while they were read, and remove what was made of them.
-
-    Raises:
-        DataError: some parts may be of other bytes than the fingerprint says.
-    """
-    for named, *stamps in zip(paths, before, _stamps(paths), strict=True):
-        if stamps[0] != stamps[1]:
-            shutil.rmtree(aside)
-            raise DataError(f"{named.path}: changed while it was read; run the same command when it is complete")
+        return finalize(made, progress)
 
 
 def check_store(path: Path, tokenizer_path: str, settings: DataConfig, *, trust_remote_code: bool = False) -> None:
@@ -144,11 +131,9 @@ def check_store(path: Path, tokenizer_path: str, settings: DataConfig, *, trust_
     Raises:
         DataError: what differs.
     """
-    manifest = stored.read_manifest(path)
-    tokenizer = load_tokenizer(tokenizer_path, trust_remote_code)
-    wanted = _ingredients([], [], tokenizer, settings)
-    errors = _differences({**manifest["ingredients"], "rows": [], "heldout": []}, wanted)
-    if errors:
+    manifest = read_manifest(path)
+    wanted = _ingredients([], [], load_tokenizer(tokenizer_path, trust_remote_code), settings)
+    if errors := _differences({**manifest.ingredients, "rows": [], "heldout": []}, wanted):
         raise DataError(f"{path}: the store was made with other ingredients ({'; '.join(errors)}); {_REMEDY}")
 
 
@@ -157,52 +142,25 @@ def other_target(path: Path, target: Mapping[str, str]) -> str | None:
 
     Tokens depend on the tokenizer alone, which `check_store` compares; but the answers should be the target's own.
     """
-    noted = stored.read_manifest(path).get("target", {})
+    noted = read_manifest(path).target
     known = noted.keys() & target.keys()
     parts = differing_parts({name: noted[name] for name in known}, {name: target[name] for name in known})
     if not parts:
         return None
     return (
-        f"{path}: prepared for another target, which differs in {', '.join(parts)}; its answers should be the "
-        "own of the target that is trained for: regenerate them unless they are"
+        f"{path}: prepared for another target, which differs in {', '.join(parts)}; its answers should be written by "
+        "the target that is trained for: regenerate them unless they are"
     )
 
 
-_REMEDY = "give another data.store, or run `paceline prepare --replace`"
-
-
-@contextmanager
-def _told(store: Path) -> Generator[None, None, None]:
-    """One line where the system refuses to read or write, for example because the disk is full."""
-    try:
-        yield
-    except PacelineError:
-        raise
-    except BrokenProcessPool as error:
-        raise DataError(
-            f"{store}: a process that tokenized was ended from outside, perhaps for its memory; {_GO_ON}"
-        ) from error
-    except OSError as error:
-        raise DataError(f"{store}: cannot be made: {error.strerror or error}; {_GO_ON}") from error
-
-
-_GO_ON = "mend that and run the same command to go on with what is missing"
-
-
-def _stamps(files: Sequence[DataFile]) -> list[tuple[int, int]]:
-    """Size and time of the last change of each file."""
-    return [(found.st_size, found.st_mtime_ns) for found in (named.path.stat() for named in files)]
-
-
-def _silence(stage: str, done: int, total: int) -> None:
-    """Progress that nobody asked for."""
-
-
 def _ingredients(
-    sources: Sequence[RowSource], heldout: Sequence[RowSource], tokenizer: Any, settings: DataConfig
+    sources: Sequence[RowSource],
+    heldout: Sequence[RowSource],
+    tokenizer: PreTrainedTokenizerBase,
+    settings: DataConfig,
 ) -> JsonDict:
     return {
-        "format": stored.FORMAT,
+        "format": FORMAT,
         "rows": [[source.digest, source.weight, list(source.tags)] for source in sources],
         "heldout": [source.digest for source in heldout],
         "tokenizer": fingerprint_tokenizer(tokenizer),
@@ -211,35 +169,9 @@ def _ingredients(
     }
 
 
-def _found_store(store: Path, fingerprint: str, ingredients: JsonDict, *, replace: bool) -> PrepareReport | None:
-    """The report of a store that is already there, or None where there is nothing (or something to be replaced)."""
-    if not store.exists() or (store.is_dir() and not any(store.iterdir())):
-        return None
-    if not (store / stored.MANIFEST).exists():
-        raise DataError(f"{store}: is there and is no store; give another data.store, or move it away")
-    manifest = stored.read_manifest(store)
-    if manifest["fingerprint"] == fingerprint:
-        if os.access(store.parent, os.W_OK):
-            sweep(store, fingerprint[:12])
-        return PrepareReport.from_json({**manifest["report"], "store": str(store), "reused": True})
-    if replace:
-        return None
-    differences = "; ".join(_differences(manifest["ingredients"], ingredients))
-    raise DataError(f"{store}: a store made from something else is there ({differences}); {_REMEDY}")
-
-
 def _differences(theirs: JsonDict, ours: JsonDict) -> list[str]:
-    errors = [
-        f"another {word}"
-        for key, word in (
-            ("rows", "data"),
-            ("heldout", "held-out data"),
-            ("tokenizer", "tokenizer"),
-            ("template", "chat template"),
-            ("format", "format"),
-        )
-        if theirs.get(key) != ours[key]
-    ]
+    names = {"rows": "data", "heldout": "held-out data", "tokenizer": "tokenizer", "template": "chat template"}
+    errors = [f"another {word}" for key, word in names.items() if theirs.get(key) != ours[key]]
     before = theirs.get("settings", {})
     errors += [
         f"data.{name} {before.get(name)} there, {value} asked"
@@ -249,50 +181,133 @@ def _differences(theirs: JsonDict, ours: JsonDict) -> list[str]:
     return errors
 
 
+def _found_store(store: Path, fingerprint: str, ingredients: JsonDict, *, replace: bool) -> PrepareReport | None:
+    """The report of a store that is already there, or None where there is nothing (or something to be replaced)."""
+    if not store.exists() or (store.is_dir() and not any(store.iterdir())):
+        return None
+    if not (store / MANIFEST).exists():
+        raise DataError(f"{store}: is there and is not a store; give another data.store, or move it away")
+    manifest = read_manifest(store)
+    if manifest.fingerprint == fingerprint:
+        if os.access(store.parent, os.W_OK):
+            sweep(store, fingerprint)
+        return with_changes(manifest.report, store=str(store), reused=True)
+    if replace:
+        return None
+    differences = "; ".join(_differences(manifest.ingredients, ingredients))
+    raise DataError(f"{store}: a store made from something else is there ({differences}); {_REMEDY}")
+
+
+@contextmanager
+def _locked(store: Path, waiting: Callable[[], None]) -> Generator[None]:
+    """Hold the lock of a store: the file `.NAME.lock` beside it, which the system frees when a process ends.
+
+    Where nothing can be written beside a store that is there, none is needed; disks that know no locks are trusted.
+
+    Args:
+        store: folder of the store; its parent is made.
+        waiting: called once where another process holds the lock, before waiting for it.
+
+    Raises:
+        DataError: no file can be made beside the store.
+    """
+    path = store.with_name(f".{store.name}.lock")
+    lock = filelock.FileLock(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            lock.acquire(blocking=False)
+        except filelock.Timeout:
+            waiting()
+            lock.acquire()
+    except OSError as error:
+        needless = error.errno in _WITHOUT_LOCKS or (store.exists() and error.errno in _NOT_WRITABLE)
+        if not needless:
+            raise DataError(
+                f"{path}: cannot be made or locked ({first_line(error)}); give a data.store on a disk that allows it"
+            ) from error
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+@contextmanager
+def _one_line(store: Path) -> Generator[None]:
+    """One line where the system refuses to read or write, for example because the disk is full."""
+    try:
+        yield
+    except PacelineError:
+        raise
+    except BrokenProcessPool as error:
+        raise DataError(
+            f"{store}: a process that tokenized was ended from outside, perhaps for its memory; {_RESUME}"
+        ) from error
+    except OSError as error:
+        raise DataError(f"{store}: cannot be made: {first_line(error)}; {_RESUME}") from error
+
+
+def _stamps(files: Sequence[DataFile]) -> list[tuple[int, int]]:
+    """Size and time of the last change of each file."""
+    return [(found.st_size, found.st_mtime_ns) for found in (named.path.stat() for named in files)]
+
+
+def _check_unchanged(paths: Sequence[DataFile], before: Sequence[tuple[int, int]], folder: Path) -> None:
+    """Refuse files that changed while they were read, and remove what was made of them.
+
+    Raises:
+        DataError: some parts may be of other bytes than the fingerprint says.
+    """
+    for named, *stamps in zip(paths, before, _stamps(paths), strict=True):
+        if stamps[0] != stamps[1]:
+            atomic_files.remove(folder)
+            raise DataError(f"{named.path}: changed while it was read; run the same command when it is complete")
+
+
 def _held_out(
-    sources: Sequence[RowSource], pieces: Sequence[Shard], tokeniser: RowTokenizer
+    sources: Sequence[RowSource], shards: Sequence[Shard], tokenizer: RowTokenizer
 ) -> tuple[HeldOut, list[str]]:
     """What must not be trained on, and a line for each held-out file without chats."""
     prompts: list[bytes] = []
     hashes: list[int] = []
     chats, others = [0] * len(sources), [0] * len(sources)
-    for piece in pieces:
-        for line, values in read_shard(piece):
+    for shard in shards:
+        for line, values in read_shard(shard):
             if isinstance(values, RowRejected):
-                raise DataError(f"{piece.path}:{line}: held-out row is not valid JSON; repair or remove the line")
+                raise DataError(f"{shard.path}:{line}: held-out row is not valid JSON; repair or remove the line")
             try:
                 row = read_row(values, answered=False)
                 if isinstance(row, Conversation):
                     prompts.append(prompt_of(row))
-                    chats[piece.source] += 1
+                    chats[shard.source] += 1
                 else:
-                    ids = row.ids if isinstance(row, ReadyTokens) else tokeniser.samples(row)[0].ids
+                    ids = row.ids if isinstance(row, ReadyTokens) else tokenizer.samples(row)[0].ids
                     hashes.append(content_hash(np.asarray(ids, dtype=np.int32)))
-                    others[piece.source] += 1
+                    others[shard.source] += 1
             except RowRejected:
                 continue
-    said: list[str] = []
-    for source, asked, told in zip(sources, chats, others, strict=True):
-        if not asked and not told:
+    warnings: list[str] = []
+    for source, num_chats, num_others in zip(sources, chats, others, strict=True):
+        if not num_chats and not num_others:
             raise DataError(f"data.heldout: {source.path}: no row that can be read; give chats, text or tokens")
-        if not asked:
-            said.append(
+        if not num_chats:
+            warnings.append(
                 f"{source.path} holds no chat: training rows with exactly the same tokens are left out, and its loss "
                 "can be measured, but it asks nothing, so `paceline evaluate` has no prompt in it"
             )
-    return HeldOut(prompts, hashes), said
+    return HeldOut(prompts, hashes), warnings
 
 
-def _tokenize_all(pieces: Sequence[Shard], worker: ShardWorker, workers: int, aside: Path, hear: Progress) -> None:
-    missing = [piece for piece in pieces if not finished(aside, piece)]
-    done = len(pieces) - len(missing)
-    hear("tokenizing", done, len(pieces))
+def _tokenize_all(shards: Sequence[Shard], worker: ShardWorker, progress: Progress) -> None:
+    missing = [shard for shard in shards if not tally_path(worker.folder, shard.number).exists()]
+    done, workers = len(shards) - len(missing), worker.settings.workers
+    progress("tokenizing", done, len(shards))
     if workers == 1 or len(missing) <= 1:
         start_worker(worker)
-        for piece in missing:
-            tokenize_shard(piece)
+        for shard in missing:
+            tokenize_shard(shard)
             done += 1
-            hear("tokenizing", done, len(pieces))
+            progress("tokenizing", done, len(shards))
         return
     # Fresh processes: a fork would copy the threads' locks of whatever this process has loaded.
     with ProcessPoolExecutor(
@@ -301,12 +316,12 @@ def _tokenize_all(pieces: Sequence[Shard], worker: ShardWorker, workers: int, as
         initializer=start_worker,
         initargs=(worker,),
     ) as pool:
-        waiting = [pool.submit(tokenize_shard, piece) for piece in missing]
+        waiting = [pool.submit(tokenize_shard, shard) for shard in missing]
         try:
             for future in as_completed(waiting):
                 future.result()
                 done += 1
-                hear("tokenizing", done, len(pieces))
+                progress("tokenizing", done, len(shards))
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise

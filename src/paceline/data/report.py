@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 import numpy as np
-
-from paceline.types import JsonDict
 
 REASONS = {
     "invalid_json": "not valid JSON",
@@ -57,7 +55,7 @@ NOTES = {
 
 @dataclass(slots=True)
 class Count:
-    """How many, and where one of them stands."""
+    """How many, and the place of the first of them (`file:line`), with what was found there."""
 
     count: int = 0
     example: str = ""
@@ -91,7 +89,6 @@ class Tally:
     """
 
     rows_in: int = 0
-    rows_used: int = 0
     set_aside: dict[str, Count] = field(default_factory=dict)
     notes: dict[str, Count] = field(default_factory=dict)
     lost_supervised_tokens: int = 0
@@ -107,32 +104,15 @@ class Tally:
     def add(self, other: Tally) -> None:
         """Add a later part's tally."""
         self.rows_in += other.rows_in
-        self.rows_used += other.rows_used
         self.lost_supervised_tokens += other.lost_supervised_tokens
         for mine, theirs in ((self.set_aside, other.set_aside), (self.notes, other.notes)):
             for key, count in theirs.items():
                 mine.setdefault(key, Count()).add(count.example, count.detail, count.count)
 
-    def to_json(self) -> JsonDict:
-        """Plain values."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, values: JsonDict) -> Tally:
-        """From the plain values of `to_json`."""
-        counts = {name: {key: Count(**count) for key, count in values[name].items()} for name in ("set_aside", "notes")}
-        return cls(
-            values["rows_in"],
-            values["rows_used"],
-            counts["set_aside"],
-            counts["notes"],
-            values["lost_supervised_tokens"],
-        )
-
 
 @dataclass(frozen=True, slots=True)
 class PrepareReport:
-    """The result of preparing, as it stands in the store's manifest.
+    """The result of preparing, as it is in the store's manifest.
 
     Attributes:
         store, fingerprint: where, and the hash of rows, tokenizer, template and settings.
@@ -155,32 +135,19 @@ class PrepareReport:
     rows_in: int
     rows_used: int
     samples: int
-    set_aside: Mapping[str, Count]
-    notes: Mapping[str, Count]
+    set_aside: dict[str, Count]
+    notes: dict[str, Count]
     tokens: int
     supervised_tokens: int
     eligible_anchors: int
     lost_supervised_tokens: int
     length_histogram: list[list[int]]
-    length_percentiles: Mapping[str, int]
-    tags: Mapping[str, TagTotals]
+    length_percentiles: dict[str, int]
+    tags: dict[str, TagTotals]
     warnings: list[str]
     reused: bool = False
     heldout_rows: int = 0
     heldout_documents: int = 0
-
-    def to_json(self) -> JsonDict:
-        """Plain values for a JSON document."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, values: JsonDict) -> PrepareReport:
-        """From the plain values of `to_json`."""
-        given = dict(values)
-        for name in ("set_aside", "notes"):
-            given[name] = {key: Count(**count) for key, count in given[name].items()}
-        given["tags"] = {key: TagTotals(**totals) for key, totals in given["tags"].items()}
-        return cls(**given)
 
 
 def length_histogram(lengths: np.ndarray, samples: np.ndarray) -> list[list[int]]:
@@ -208,52 +175,3 @@ def length_percentiles(
         return {}
     upto = np.cumsum(samples)
     return {str(p): int(lengths[np.searchsorted(upto, p * (upto[-1] - 1) // 100, side="right")]) for p in percents}
-
-
-@dataclass(frozen=True, slots=True)
-class AnchorCoverage:
-    """What the anchor cap leaves of the data in one epoch.
-
-    Attributes:
-        anchors: anchors drawn an epoch, at most `num_anchors` a sample.
-        eligible: positions that could be anchors.
-        covered_labels: expected share of the positions after an eligible anchor that are a label of at least one
-            block.
-        capped_samples: samples with more eligible positions than the cap.
-    """
-
-    anchors: int
-    eligible: int
-    covered_labels: float
-    capped_samples: int
-
-
-def anchor_coverage(eligible: np.ndarray, *, num_anchors: int, block_size: int) -> AnchorCoverage:
-    """Anchors of an epoch and the share of labels that they reach.
-
-    Of a sample with E eligible positions in a row, A = min(E, num_anchors) are drawn without replacement. Label j is
-    reached by the w = min(j, block_size - 1) anchors before it: with probability 1 - C(E - w, A) / C(E, A), here with
-    its product form over w.
-
-    Args:
-        eligible: eligible positions per sample, [num_samples]; taken as one run each.
-        num_anchors: cap a sample.
-        block_size: slots of a block.
-    """
-    of_each = np.bincount(eligible)
-    counts = np.flatnonzero(of_each)
-    samples = of_each[counts]
-    drawn = np.minimum(counts, num_anchors)
-    reached = 0.0
-    for total, anchors, times in zip(counts.tolist(), drawn.tolist(), samples.tolist(), strict=True):
-        reach = np.arange(min(block_size - 1, total))
-        missed = np.cumprod(np.maximum(total - reach - anchors, 0) / np.maximum(total - reach, 1))
-        inner = 1.0 - missed
-        reached += times * float(inner.sum() + inner[-1] * (total - len(inner)) if len(inner) else 0.0)
-    positions = int((counts * samples).sum())
-    return AnchorCoverage(
-        anchors=int((drawn * samples).sum()),
-        eligible=positions,
-        covered_labels=reached / positions if positions else 0.0,
-        capped_samples=int(samples[counts > num_anchors].sum()),
-    )

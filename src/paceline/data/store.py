@@ -10,16 +10,20 @@ Everything is memory-mapped; opening reads the index's columns only. Sample ids 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pyarrow as pa
 
+from paceline import atomic_files
+from paceline.data.readers import RowSource
+from paceline.data.report import PrepareReport
 from paceline.errors import DataError
+from paceline.text import first_line
 from paceline.types import JsonDict
 
 FORMAT = 1
@@ -50,6 +54,31 @@ def part_name(number: int) -> str:
     return f"part-{number:06d}.arrow"
 
 
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What a store was made from, and how that went.
+
+    Attributes:
+        format: of the store's files, `FORMAT`.
+        fingerprint: hash of `ingredients`.
+        ingredients: hashes of rows, tokenizer and template, and the settings that decide the content.
+        sources: data files, in the order of the index's `source`.
+        report: of preparing.
+        target: identity of the target whose answers these are, part by part; empty where it was not known.
+        words: sentences for the reasons and notes in the report.
+        use: what the settings of a run make of it (`coverage.StoreUse`).
+    """
+
+    format: int
+    fingerprint: str
+    ingredients: JsonDict
+    sources: list[RowSource]
+    report: PrepareReport
+    target: dict[str, str] = field(default_factory=dict)
+    words: dict[str, dict[str, str]] = field(default_factory=dict)
+    use: JsonDict | None = None
+
+
 def read_table(path: Path) -> pa.Table:
     """An Arrow file, memory-mapped.
 
@@ -60,31 +89,53 @@ def read_table(path: Path) -> pa.Table:
         with pa.memory_map(str(path)) as source:
             return pa.ipc.open_file(source).read_all()
     except (OSError, pa.ArrowInvalid) as error:
-        raise DataError(
-            f"{path}: cannot be read ({error}); remove the store and run `paceline prepare` again"
-        ) from error
+        raise _broken(path, first_line(error)) from error
 
 
 def write_table(table: pa.Table, path: Path) -> None:
-    """Write an Arrow file as one record batch, aside and renamed, so that it appears whole."""
-    aside = path.with_suffix(".writing")
-    with pa.OSFile(str(aside), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
+    """Write an Arrow file that appears whole, as one record batch."""
+    with (
+        atomic_files.replacing(path) as aside,
+        pa.OSFile(str(aside), "wb") as sink,
+        pa.ipc.new_file(sink, table.schema) as writer,
+    ):
         writer.write_table(table.combine_chunks(), max_chunksize=max(1, table.num_rows))
-    aside.replace(path)
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """One part's buffers without copies: values and offsets of ids and spans."""
+def _broken(path: Path, why: str) -> DataError:
+    return DataError(f"{path}: cannot be read ({why}); remove the store and run `paceline prepare` again")
 
-    ids: np.ndarray
-    id_offsets: np.ndarray
-    spans: np.ndarray
-    span_offsets: np.ndarray
+
+class Part:
+    """One part of a store, memory-mapped.
+
+    Args:
+        path: its file.
+
+    Raises:
+        DataError: missing or broken.
+    """
+
+    def __init__(self, path: Path) -> None:
+        table = read_table(path)
+        self._ids, self._id_offsets = _list_column(table, "input_ids")
+        self._spans, self._span_offsets = _list_column(table, "loss_mask")
+
+    def ids(self, row: int) -> np.ndarray:
+        """Token ids of a row, int32 [length], not copied."""
+        return self._ids[self._id_offsets[row] : self._id_offsets[row + 1]]
+
+    def mask(self, row: int) -> np.ndarray:
+        """Loss mask of a row, bool [length]."""
+        mask = np.zeros(self._id_offsets[row + 1] - self._id_offsets[row], dtype=bool)
+        spans = self._spans[self._span_offsets[row] : self._span_offsets[row + 1]].tolist()
+        for start, end in zip(spans[::2], spans[1::2], strict=True):
+            mask[start:end] = True
+        return mask
 
 
 class TokenStore:
-    """A sample source over a store folder (see `contracts.SampleSource`).
+    """A sample source over a store folder (see `types.SampleSource`).
 
     Args:
         path: the folder.
@@ -92,16 +143,16 @@ class TokenStore:
         index: its index table.
     """
 
-    def __init__(self, path: Path, manifest: JsonDict, index: pa.Table) -> None:
+    def __init__(self, path: Path, manifest: Manifest, index: pa.Table) -> None:
         self.path = path
         self.manifest = manifest
-        self.fingerprint: str = manifest["fingerprint"]
+        self.fingerprint: str = manifest.fingerprint
         self._index = index
         self._part = _column(index, "part")
         self._row = _column(index, "row")
         self._lengths = _column(index, "length")
         self._eligible = _column(index, "eligible")
-        self._parts: dict[int, _Part] = {}
+        self._parts: dict[int, Part] = {}
 
     def __len__(self) -> int:
         return len(self._lengths)
@@ -128,14 +179,14 @@ class TokenStore:
 
     def names(self) -> list[list[str]]:
         """Tags and source file of every sample, by which `plan.weights` may name it."""
-        sources = [source["path"] for source in self.manifest["sources"]]
+        sources = [source.path for source in self.manifest.sources]
         rows = zip(self._index["tags"].to_pylist(), self._index["source"].to_pylist(), strict=True)
         return [[*(tags.split(",") if tags else []), sources[source]] for tags, source in rows]
 
     def origin(self, row: int) -> str:
         """`file:line` that one sample was made from."""
-        source = self.manifest["sources"][self._index["source"][int(row)].as_py()]["path"]
-        return f"{source}:{self._index['line'][int(row)].as_py()}"
+        source = self.manifest.sources[self._index["source"][int(row)].as_py()]
+        return f"{source.path}:{self._index['line'][int(row)].as_py()}"
 
     def read(self, rows: Sequence[int] | np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
         """Token ids (int64 [length]) and loss mask (bool [length]) of each row, in the order asked for.
@@ -148,22 +199,11 @@ class TokenStore:
             raise DataError(f"{self.path}: rows {asked.min()} to {asked.max()} asked of {len(self)}")
         found: list[tuple[np.ndarray, np.ndarray]] = []
         for number, row in zip(self._part[asked].tolist(), self._row[asked].tolist(), strict=True):
-            part = self._parts.get(number) or self._open(number)
-            offsets = part.id_offsets
-            ids = part.ids[offsets[row] : offsets[row + 1]].astype(np.int64)
-            mask = np.zeros(len(ids), dtype=bool)
-            spans = part.spans[part.span_offsets[row] : part.span_offsets[row + 1]].tolist()
-            for start, end in zip(spans[::2], spans[1::2], strict=True):
-                mask[start:end] = True
-            found.append((ids, mask))
+            part = self._parts.get(number)
+            if part is None:
+                part = self._parts[number] = Part(self.path / part_name(number))
+            found.append((part.ids(row).astype(np.int64), part.mask(row)))
         return found
-
-    def _open(self, number: int) -> _Part:
-        table = read_table(self.path / part_name(number))
-        ids, spans = _list_column(table, "input_ids"), _list_column(table, "loss_mask")
-        part = _Part(*ids, *spans)
-        self._parts[number] = part
-        return part
 
 
 def open_store(path: str | Path) -> TokenStore:
@@ -177,7 +217,7 @@ def open_store(path: str | Path) -> TokenStore:
     return TokenStore(folder, manifest, read_table(folder / INDEX))
 
 
-def read_manifest(folder: Path) -> JsonDict:
+def read_manifest(folder: Path) -> Manifest:
     """The manifest of a store.
 
     Raises:
@@ -185,19 +225,20 @@ def read_manifest(folder: Path) -> JsonDict:
     """
     file = folder / MANIFEST
     try:
-        manifest: Any = json.loads(file.read_text(encoding="utf-8"))
+        values: Any = msgspec.json.decode(file.read_bytes())
+        found = values.get("format") if isinstance(values, dict) else None
+        if found != FORMAT:
+            raise DataError(f"{file}: store format {found}, this paceline reads {FORMAT}; prepare the data again")
+        return msgspec.convert(values, Manifest)
     except FileNotFoundError:
         raise DataError(f"{folder}: no tokenized store here; run `paceline prepare` first") from None
-    except (OSError, ValueError) as error:
-        raise DataError(
-            f"{file}: cannot be read ({error}); remove the store and run `paceline prepare` again"
-        ) from error
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        found = manifest.get("format") if isinstance(manifest, dict) else None
-        raise DataError(f"{file}: store format {found}, this paceline reads {FORMAT}; prepare the data again")
-    if missing := [key for key in ("fingerprint", "ingredients", "sources", "report") if key not in manifest]:
-        raise DataError(f"{file}: cannot be read (no {missing[0]}); remove the store and run `paceline prepare` again")
-    return manifest
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise _broken(file, first_line(error)) from error
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Write the manifest of a store; it appears whole."""
+    atomic_files.write_text(folder / MANIFEST, msgspec.json.format(msgspec.json.encode(manifest), indent=2).decode())
 
 
 def _column(table: pa.Table, name: str) -> np.ndarray:

@@ -1,42 +1,47 @@
-"""One piece of the rows to one part of the store, in any process."""
+"""One shard of the rows to one part of the store, in any process."""
 
 from __future__ import annotations
 
-import json
+from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
+import pyarrow as pa
 
+from paceline import atomic_files
 from paceline.config import DataConfig
 from paceline.data.chat_template import Encoder, Renderer
-from paceline.data.dedup import HeldOut, prompt_of
+from paceline.data.dedup import KEYS, HeldOut, content_hash, near_keys, prompt_of
 from paceline.data.holdout import part_heldout, row_is_held_out, write_heldout
-from paceline.data.index import PartWriter, columns_path
 from paceline.data.loss_mask import Sample, check_generation_tags, plain_sample, ready_sample, samples_of, spans_of
 from paceline.data.readers import Shard, read_shard
 from paceline.data.report import Tally
 from paceline.data.rows import Conversation, PlainText, ReadyTokens, Row, RowRejected, read_row
-from paceline.data.store import part_name
+from paceline.data.store import PART_SCHEMA, part_name, write_table
 from paceline.data.tags import conversation_tags
 from paceline.data.tokenizer import load_tokenizer
 
 _CHECKED_ROWS = 32
-"""Rows of a piece on which generation tags, and reading by pieces against reading whole, are compared."""
+"""Rows of a shard on which the loss mask is compared with the template's own generation tags."""
+_PROBES = ("a b\n\n c", " lead", "x  y", "naïve 中文 🙂\n")
+_NUMBERS = {"length": "q", "eligible": "q", "supervised": "i", "source": "i", "line": "q", "content_hash": "Q"}
+"""Columns of one number a sample, and its type."""
 
 
 @dataclass(frozen=True, slots=True)
 class ShardWorker:
-    """What a process needs to tokenize pieces; picklable.
+    """What a process needs to tokenize shards; picklable.
 
     Attributes:
         tokenizer_path, trust_remote_code: of the target.
         settings: lengths and policies.
         count_eligible: eligible anchors of a loss mask.
-        folder: where parts are written.
+        folder: of the unfinished store.
         heldout: prompts and tokens that must not be trained on.
     """
 
@@ -44,7 +49,7 @@ class ShardWorker:
     trust_remote_code: bool
     settings: DataConfig
     count_eligible: Callable[[np.ndarray], int]
-    folder: str
+    folder: Path
     heldout: HeldOut
 
 
@@ -70,7 +75,7 @@ class RowTokenizer:
         """Samples of a row, not yet cut to length.
 
         Raises:
-            SetAside: the row cannot be used.
+            RowRejected: the row cannot be used.
         """
         if isinstance(row, PlainText):
             return [plain_sample(row, self.encoder)]
@@ -83,18 +88,6 @@ class RowTokenizer:
             made[-1] = _without_end(made[-1], self.encoder)
         return made
 
-    def check(self, row: Conversation, where: str) -> None:
-        """Compare with the template's own generation tags where it has them.
-
-        Raises:
-            DataError: they disagree.
-        """
-        if self.renderer.has_generation_tags:
-            check_generation_tags(row, self.renderer, self.encoder, where)
-
-
-_PROBES = ("a b\n\n c", " lead", "x  y", "naïve 中文 🙂\n")
-
 
 def _without_end(sample: Sample, encoder: Encoder) -> Sample:
     """The sample without the end token of its last answer, which the target never wrote."""
@@ -104,117 +97,163 @@ def _without_end(sample: Sample, encoder: Encoder) -> Sample:
     return Sample(ids, spans, (*sample.notes, "cut_answer"), sample.tags)
 
 
-_state: dict[str, Any] = {}
-"""The worker of this process and its tokenizer; filled once by `start_worker`."""
+_state: tuple[ShardWorker, RowTokenizer] | None = None
+"""The worker of this process and its tokenizer; set once by `start_worker`."""
 
 
 def start_worker(worker: ShardWorker) -> None:
     """Load the tokenizer in this process."""
-    _state["worker"] = worker
-    _state["tokenizer"] = RowTokenizer(worker.tokenizer_path, worker.trust_remote_code, worker.settings)
+    global _state
+    _state = worker, RowTokenizer(worker.tokenizer_path, worker.trust_remote_code, worker.settings)
 
 
 def store_folder(folder: Path) -> Path:
-    """The folder that becomes the store, inside the one of an unfinished run."""
+    """The folder that becomes the store, inside the one of an unfinished store."""
     return folder / "store"
 
 
-def finished(folder: Path, piece: Shard) -> bool:
-    """Whether the part of a piece, its columns and its tally are there."""
-    number = piece.number
-    files = (_tally_path(folder, number), columns_path(folder, number), store_folder(folder) / part_name(number))
-    return all(file.exists() for file in files)
+def columns_path(folder: Path, number: int) -> Path:
+    """What is known of the samples of one part beside their tokens, in the folder of an unfinished store."""
+    return folder / f"part-{number:06d}.columns"
 
 
-def read_tally(folder: Path, number: int) -> Tally:
-    """The tally of a finished piece."""
-    return Tally.from_json(json.loads(_tally_path(folder, number).read_text(encoding="utf-8")))
-
-
-def _tally_path(folder: Path, number: int) -> Path:
+def tally_path(folder: Path, number: int) -> Path:
+    """Tally of one part. It is written last: where it is there, the part is whole."""
     return folder / f"part-{number:06d}.json"
 
 
-def tokenize_shard(piece: Shard) -> None:
-    """Write the part of a piece and then its tally, whose presence says that the part is whole."""
-    worker: ShardWorker = _state["worker"]
-    tokeniser: RowTokenizer = _state["tokenizer"]
-    tally = Tally()
-    part = PartWriter()
+def tokenize_shard(shard: Shard) -> None:
+    """Write the part of a shard, its columns and held-out rows, and then its tally."""
+    assert _state is not None, "start_worker was called"
+    worker, tokenizer = _state
+    tally, part = Tally(), PartWriter()
     held: list[Any] = []
-    for line, values in read_shard(piece):
+    asked: list[tuple[str, bytes]] = []
+    for line, values in read_shard(shard):
+        tally.rows_in += 1
+        where = f"{shard.path}:{line}"
         if row_is_held_out(values, worker.settings.heldout_share):
-            tally.rows_in += 1
-            tally.leave_out("heldout_split", f"{piece.path}:{line}")
+            tally.leave_out("heldout_split", where)
             held.append(values)
             continue
-        for sample, eligible in usable(values, f"{piece.path}:{line}", tokeniser, worker, tally, piece.tags):
-            part.append(sample, eligible, piece.source, line)
-    folder = Path(worker.folder)
-    part.write(folder, store_folder(folder), piece.number)
-    write_heldout(held, piece.tags, part_heldout(folder, piece.number))
-    file = _tally_path(folder, piece.number)
-    aside = file.with_suffix(".tally")
-    aside.write_text(json.dumps(tally.to_json()), encoding="utf-8")
-    aside.replace(file)
+        for sample, eligible in _usable(values, where, tokenizer, worker, tally, asked):
+            tags = tuple(dict.fromkeys((*shard.tags, *sample.tags)))
+            part.append(Sample(sample.ids, sample.spans, tags=tags), eligible, shard.source, line)
+    near = worker.heldout.nearly_holds([prompt for _, prompt in asked])
+    for where in (where for where, prompt in asked if prompt in near):
+        tally.note("heldout_near", where)
+    part.write(worker.folder, shard.number, near=looks_for_near(worker.settings))
+    write_heldout(held, shard.tags, part_heldout(worker.folder, shard.number))
+    atomic_files.write_text(tally_path(worker.folder, shard.number), msgspec.json.encode(tally).decode())
 
 
-def usable(
-    values: Any, where: str, tokeniser: RowTokenizer, worker: ShardWorker, tally: Tally, tags: tuple[str, ...] = ()
+def looks_for_near(settings: DataConfig) -> bool:
+    """Whether near-duplicates are looked for: where they are left out, or duplicates are."""
+    return "drop" in (settings.duplicates, settings.near_duplicates)
+
+
+def _usable(
+    values: Any,
+    where: str,
+    tokenizer: RowTokenizer,
+    worker: ShardWorker,
+    tally: Tally,
+    asked: list[tuple[str, bytes]],
 ) -> Iterator[tuple[Sample, int]]:
     """The samples of a row that can be trained on, each with its eligible anchors.
 
-    What is left out or said is counted in `tally`; `tags` are those of the row's file.
+    What is left out or noted is counted in `tally`; the question of each sample is added to `asked`.
     """
-    tally.rows_in += 1
     try:
         if isinstance(values, RowRejected):
             raise values
         row = read_row(values)
-        asked = prompt_of(row) if isinstance(row, Conversation) else b""
-        if asked and worker.heldout.holds(asked):
+        prompt = prompt_of(row) if isinstance(row, Conversation) and worker.heldout.prompts else b""
+        if prompt and prompt in worker.heldout.prompts:
             raise RowRejected("heldout")
-        made = tokeniser.samples(row)
+        made = tokenizer.samples(row)
         if any(worker.heldout.holds_tokens(sample.ids) for sample in made):
             raise RowRejected("heldout")
         seen = conversation_tags(row)
-        if isinstance(row, Conversation) and tally.rows_in <= _CHECKED_ROWS:
-            tokeniser.check(row, where)
+        if isinstance(row, Conversation) and tally.rows_in <= _CHECKED_ROWS and tokenizer.renderer.has_generation_tags:
+            check_generation_tags(row, tokenizer.renderer, tokenizer.encoder, where)
     except RowRejected as found:
         tally.leave_out(found.reason, where, found.detail)
         return
     for sample in made:
         try:
-            kept, eligible = _fit(sample, worker, tally, where)
+            kept, eligible = _fit(sample, worker, tally)
         except RowRejected as found:
             tally.leave_out(found.reason, where, found.detail)
             continue
         for note in kept.notes:
             tally.note(note, where)
-        if isinstance(row, Conversation) and tokeniser.renderer.writes_the_date:
+        if isinstance(row, Conversation) and tokenizer.renderer.writes_the_date:
             tally.note("dated", where)
-        if asked and worker.heldout.nearly_holds(asked):
-            tally.note("heldout_near", where)
-        all_tags = tuple(dict.fromkeys((*tags, *kept.tags, *seen)))
-        yield Sample(kept.ids, kept.spans, kept.notes, all_tags), eligible
+        if prompt:
+            asked.append((where, prompt))
+        yield Sample(kept.ids, kept.spans, tags=(*kept.tags, *seen)), eligible
 
 
-def _fit(sample: Sample, worker: ShardWorker, tally: Tally, where: str) -> tuple[Sample, int]:
-    limit = worker.settings.max_length
-    mask = sample.mask()
-    if len(sample.ids) > limit:
+def _fit(sample: Sample, worker: ShardWorker, tally: Tally) -> tuple[Sample, int]:
+    """The sample within `data.max_length`, and its eligible anchors.
+
+    Raises:
+        RowRejected: too long, or nothing to learn is in it.
+    """
+    limit, mask = worker.settings.max_length, sample.mask()
+    if len(mask) > limit:
         if worker.settings.on_too_long == "drop":
-            raise RowRejected("too_long", f"{len(sample.ids)} tokens, data.max_length is {limit}")
+            raise RowRejected("too_long", f"{len(mask)} tokens, data.max_length is {limit}")
         lost = int(mask[limit:].sum())
         mask = mask[:limit]
         if worker.count_eligible(mask) < 1:
             raise RowRejected("too_long_after_cut", f"the first {limit} of {len(sample.ids)} tokens hold no answer")
         tally.lost_supervised_tokens += lost
-        notes = (*sample.notes, "cut")
-        sample = Sample(sample.ids[:limit], spans_of(mask), notes, sample.tags)
+        sample = Sample(sample.ids[:limit], spans_of(mask), (*sample.notes, "cut"), sample.tags)
     if not mask.any():
         raise RowRejected("nothing_supervised", f"{len(mask)} tokens")
     eligible = worker.count_eligible(mask)
     if eligible < 1:
         raise RowRejected("no_anchor", f"{int(mask.sum())} supervised of {len(mask)} tokens")
     return sample, eligible
+
+
+class PartWriter:
+    """Samples of one part, packed: about 100 bytes beside the tokens of each."""
+
+    def __init__(self) -> None:
+        self._ids, self._id_ends = array("i"), array("i", [0])
+        self._spans, self._span_ends = array("i"), array("i", [0])
+        self._numbers = {name: array(code) for name, code in _NUMBERS.items()}
+        self._tags: list[str] = []
+        self._known: dict[str, str] = {}
+
+    def append(self, sample: Sample, eligible: int, source: int, line: int) -> None:
+        """Add a sample with its eligible anchors and origin."""
+        self._ids.frombytes(sample.ids.tobytes())
+        self._id_ends.append(len(self._ids))
+        self._spans.frombytes(sample.spans.tobytes())
+        self._span_ends.append(len(self._spans))
+        tags = ",".join(sample.tags)
+        self._tags.append(self._known.setdefault(tags, tags))
+        supervised = int((sample.spans[1::2] - sample.spans[::2]).sum())
+        values = (len(sample.ids), eligible, supervised, source, line, content_hash(sample.ids))
+        for column, value in zip(self._numbers.values(), values, strict=True):
+            column.append(value)
+
+    def write(self, folder: Path, number: int, *, near: bool) -> None:
+        """Tokens to the part in the store, the rest to `folder`; with the keys of near-duplicates where asked for."""
+        ids, ends = np.asarray(self._ids), np.asarray(self._id_ends)
+        lists = (_lists(ids, ends), _lists(np.asarray(self._spans), np.asarray(self._span_ends)))
+        write_table(pa.table(lists, schema=PART_SCHEMA), store_folder(folder) / part_name(number))
+        columns: dict[str, Any] = {name: np.asarray(values) for name, values in self._numbers.items()}
+        columns["tags"] = pa.array(self._tags, pa.string()).dictionary_encode()
+        if near:
+            keys = near_keys(ids, ends)
+            columns |= {f"near{column}": keys[:, column] for column in range(KEYS)}
+        write_table(pa.table(columns), columns_path(folder, number))
+
+
+def _lists(values: np.ndarray, ends: np.ndarray) -> pa.ListArray:
+    return pa.ListArray.from_arrays(pa.array(ends), pa.array(values))

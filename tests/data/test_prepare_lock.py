@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
+import filelock
 import pytest
 
 from paceline.config import DataConfig
-from paceline.data.lock import store_lock
 from paceline.data.prepare import prepare
+from paceline.data.report import PrepareReport
 from paceline.data.store import open_store
 from paceline.drafter.anchors import count_eligible
 from paceline.errors import DataError
@@ -85,23 +88,43 @@ def test_the_second_process_waits_and_finds_the_store(
         said = second.communicate("go\n")[0].strip()
     assert said.endswith("made 9" if killed else "reused 9") and second.returncode == 0
     assert len(open_store(store)) == 9
-    assert [file.name for file in tmp_path.iterdir() if file.name.startswith(".store")] == []
+    assert [file.name for file in tmp_path.iterdir() if file.name.startswith(".store")] == [".store.lock"]
 
 
-def test_unfinished_folders_of_the_same_store_go_when_it_is_there(
+def run(rows: str, store: Path, tokenizer: str) -> PrepareReport:
+    return prepare([rows], store, tokenizer, DataConfig(), count_eligible=count_eligible)
+
+
+def test_unfinished_folders_of_a_store_go_when_it_is_there(
     tmp_path: Path, chatml: str, write_rows: Callable[..., str]
 ) -> None:
-    for name in (".store.0123456789ab.unfinished", ".store.a.0123456789ab.unfinished"):
+    for name in (".store.0123456789ab.unfinished", ".store.a.0123456789ab.unfinished", "store.old"):
         (tmp_path / name).mkdir()
-    rows = write_rows(CHATS)
-    prepare([rows], tmp_path / "store", chatml, DataConfig(), count_eligible=count_eligible)
-    assert [path.name for path in tmp_path.glob(".store*")] == [".store.a.0123456789ab.unfinished"]
+    run(write_rows(CHATS), tmp_path / "store", chatml)
+    left = {path.name for path in tmp_path.iterdir() if path.is_dir()}
+    assert left == {"store", "store.old", ".store.a.0123456789ab.unfinished"}
 
 
-def test_a_lock_that_cannot_be_made_is_told(tmp_path: Path) -> None:
+def test_a_lock_that_cannot_be_made_is_one_line(tmp_path: Path, chatml: str, write_rows: Callable[..., str]) -> None:
     (tmp_path / "file").write_text("", encoding="utf-8")
-    with (
-        pytest.raises(DataError, match=r"\.store\.lock: cannot be made or locked"),
-        store_lock(tmp_path / "file" / "store", lambda: None),
-    ):
-        pass
+    with pytest.raises(DataError, match=r"\.store\.lock: cannot be made or locked \(File exists\)"):
+        run(write_rows(CHATS), tmp_path / "file" / "store", chatml)
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS, errno.ENOLCK])
+def test_a_store_that_is_there_needs_no_lock_where_none_can_be_made(
+    number: int, tmp_path: Path, chatml: str, write_rows: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = write_rows(CHATS)
+    run(rows, tmp_path / "store", chatml)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(filelock.FileLock, "acquire", refuse)
+    assert run(rows, tmp_path / "store", chatml).reused
+    if number == errno.ENOLCK:
+        assert not run(rows, tmp_path / "other", chatml).reused
+    else:
+        with pytest.raises(DataError, match="cannot be made or locked"):
+            run(rows, tmp_path / "other", chatml)

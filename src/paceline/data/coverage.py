@@ -1,0 +1,188 @@
+"""What a run makes of a store: what the anchor cap leaves, passes beside published recipes, and what to look at."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from paceline.config import DataConfig
+from paceline.data.report import NOTES, PrepareReport
+from paceline.data.store import open_store, write_manifest
+
+PUBLISHED_ROWS = (800_000, 2_000_000)
+"""Rows of the published recipes for 8B-class targets."""
+PUBLISHED_EPOCHS = (6, 10)
+"""Passes of these recipes over their rows."""
+_MANY = 0.05
+"""Share of rows or samples from which a reason or note becomes a warning."""
+_RARE = 0.05
+"""Share of tokens below which a mode (thinking or not) is too rare to be learned."""
+_WORTH_SAYING = (
+    "near_duplicate",
+    "heldout_near",
+    "empty_thought",
+    "header_supervised",
+    "no_closing_token",
+    "closing_is_no_end_token",
+    "cut_answer",
+    "dated",
+)
+"""Notes that become warnings: the first held-out prompt nearly met, the others where there are many."""
+
+
+@dataclass(frozen=True, slots=True)
+class AnchorCoverage:
+    """What the anchor cap leaves of the data in one epoch.
+
+    Attributes:
+        anchors: anchors drawn an epoch, at most `num_anchors` a sample.
+        eligible: positions that could be anchors.
+        covered_labels: expected share of the positions after an eligible anchor that are a label of at least one
+            block.
+        capped_samples: samples with more eligible positions than the cap.
+    """
+
+    anchors: int
+    eligible: int
+    covered_labels: float
+    capped_samples: int
+
+
+def anchor_coverage(eligible: np.ndarray, *, num_anchors: int, block_size: int) -> AnchorCoverage:
+    """Anchors of an epoch and the share of labels that they reach.
+
+    Of a sample with E eligible positions in a row, A = min(E, num_anchors) are drawn without replacement. Label j is
+    reached by the w = min(j, block_size - 1) anchors before it: with probability 1 - C(E - w, A) / C(E, A), here with
+    its product form over w.
+
+    Args:
+        eligible: eligible positions per sample, [num_samples]; taken as one run each.
+        num_anchors: cap a sample.
+        block_size: slots of a block.
+    """
+    of_each = np.bincount(eligible)
+    counts = np.flatnonzero(of_each)
+    samples = of_each[counts]
+    drawn = np.minimum(counts, num_anchors)
+    reached = 0.0
+    for total, anchors, times in zip(counts.tolist(), drawn.tolist(), samples.tolist(), strict=True):
+        reach = np.arange(min(block_size - 1, total))
+        missed = np.cumprod(np.maximum(total - reach - anchors, 0) / np.maximum(total - reach, 1))
+        inner = 1.0 - missed
+        reached += times * float(inner.sum() + inner[-1] * (total - len(inner)) if len(inner) else 0.0)
+    positions = int((counts * samples).sum())
+    return AnchorCoverage(
+        anchors=int((drawn * samples).sum()),
+        eligible=positions,
+        covered_labels=reached / positions if positions else 0.0,
+        capped_samples=int(samples[counts > num_anchors].sum()),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class StoreUse:
+    """What the settings of a run make of a store.
+
+    Attributes:
+        num_anchors: cap a sample and epoch.
+        block_size: slots of a block.
+        epochs: passes over the data.
+        anchors: what the cap leaves.
+        passes: rows times epochs against published recipes, in words.
+    """
+
+    num_anchors: int
+    block_size: int
+    epochs: int
+    anchors: AnchorCoverage
+    passes: str
+
+
+def passes_sentence(rows: int, epochs: int) -> str:
+    """Rows times epochs against published recipes, in one sentence."""
+    (few, many), (short, long) = PUBLISHED_ROWS, PUBLISHED_EPOCHS
+    share = rows * epochs / (few * short)
+    written = f"{share:.1%}" if share >= 0.001 else "less than 0.1%"
+    against = f", {written} of the smallest recipe" if share < 1 else ""
+    return (
+        f"{rows:,} rows × {epochs} epochs = {rows * epochs:,} rows trained{against}; published recipes for 8B-class "
+        f"targets: {few:,} to {many:,} rows × {short} to {long} epochs"
+    )
+
+
+def note_use(store: Path, *, num_anchors: int, block_size: int, epochs: int) -> StoreUse:
+    """Work out the use of a store, and note it in its manifest where that can be written.
+
+    Raises:
+        DataError: no store there.
+    """
+    opened = open_store(store)
+    use = StoreUse(
+        num_anchors,
+        block_size,
+        epochs,
+        anchor_coverage(opened.eligible, num_anchors=num_anchors, block_size=block_size),
+        passes_sentence(opened.manifest.report.rows_used, epochs),
+    )
+    if asdict(use) != opened.manifest.use and os.access(store, os.W_OK):
+        write_manifest(store, replace(opened.manifest, use=asdict(use)))
+    return use
+
+
+def warnings_of(report: PrepareReport, settings: DataConfig, *, whole: bool = True) -> list[str]:
+    """Sentences about what was left out, what is rare, and what will not be learned.
+
+    Args:
+        report: of prepared rows.
+        settings: with which they were prepared.
+        whole: whether these are all rows of a run; a few of them say nothing about their number.
+    """
+    found: list[str] = []
+    left_out = report.rows_in - report.rows_used - report.heldout_rows
+    if report.rows_in and left_out / report.rows_in > _MANY:
+        found.append(f"{left_out:,} of {report.rows_in:,} rows ({left_out / report.rows_in:.0%}) are not used")
+    for note in _WORTH_SAYING:
+        count = report.notes.get(note)
+        if count and count.count / report.samples > (0 if note == "heldout_near" else _MANY):
+            found.append(f"{count.count:,} of {report.samples:,} samples: {NOTES[note]} (first: {count.example})")
+    duplicates = report.set_aside.get("duplicate")
+    if duplicates and duplicates.count > _MANY * (report.samples + duplicates.count):
+        found.append(f"{duplicates.count:,} samples repeat earlier ones; held-out figures may look better than serving")
+    if "heldout" in report.set_aside:
+        count = report.set_aside["heldout"]
+        found.append(f"{count.count:,} rows ask what held-out data asks and are left out (first: {count.example})")
+    if settings.heldout_share and not report.heldout_rows:
+        found.append(f"data.heldout_share {settings.heldout_share} holds out no document: there are too few")
+    found += _modes(report)
+    if report.lost_supervised_tokens:
+        share = report.lost_supervised_tokens / (report.lost_supervised_tokens + report.supervised_tokens)
+        found.append(
+            f"cutting at data.max_length {settings.max_length} lost {report.lost_supervised_tokens:,} supervised "
+            f"tokens ({share:.1%}), among them the ends of answers"
+        )
+    if whole and report.rows_used < PUBLISHED_ROWS[0] // 10:
+        (low, high), (short, long) = PUBLISHED_ROWS, PUBLISHED_EPOCHS
+        found.append(
+            f"{report.rows_used:,} rows are few: published drafters for 8B-class targets learn from "
+            f"{low:,} to {high:,} rows in {short} to {long} epochs"
+        )
+    return found
+
+
+def _modes(report: PrepareReport) -> list[str]:
+    thinking, other = report.tags.get("thinking"), report.tags.get("no-thinking")
+    if thinking is None or other is None:
+        return []
+    total = thinking.supervised_tokens + other.supervised_tokens
+    found: list[str] = []
+    for name, part in (("thinking", thinking), ("no-thinking", other)):
+        share = part.supervised_tokens / total if total else 0.0
+        if share < _RARE:
+            found.append(
+                f"only {share:.1%} of the supervised tokens are tagged {name}; "
+                "a mode that is hardly trained is drafted badly"
+            )
+    return found
