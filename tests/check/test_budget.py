@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from paceline.check import memory_budget
-from paceline.check.findings import duration, size
 from paceline.config import Settings, load_settings
 from paceline.drafter.learner import Learner
 from paceline.drafter.network import Drafter
@@ -150,8 +149,3 @@ def test_who_gets_in_whose_way(monkeypatch: pytest.MonkeyPatch) -> None:
     assert memory_budget.overlapping(["cpu"], ["cpu"], 2)
     assert memory_budget.overlapping(["cuda:0"], ["cuda:0"], 1)
     assert not memory_budget.overlapping(["cuda:0", "cuda:1"], ["cuda:2"], 8)
-
-
-def test_sizes_and_durations_read_well() -> None:
-    assert [size(n) for n in (12, 2048, 3 * 2**30)] == ["12 B", "2.0 KiB", "3.0 GiB"]
-    assert [duration(s) for s in (1.25, 600, 36_000, 864_000)] == ["1.2 s", "10 min", "10.0 h", "10.0 days"]

@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 from paceline.check import memory_budget
 from paceline.check.context import CheckContext, CheckLimits
 from paceline.check.data_checks import _continues
-from paceline.check.findings import CheckResult
 from paceline.check.preflight import CHECKS, preflight
+from paceline.check.results import CheckResult
 from paceline.check.run_checks import check_split
 from paceline.check.sample_data import take_rows
 from paceline.checkpoint.run_directory import open_run

@@ -152,7 +152,8 @@ def test_a_drafter_of_another_target_is_refused(make_pair):
     _, other = make_pair("qwen3", hidden_size=48, num_hidden_layers=3, vocab_size=90)
     with pytest.raises(DrafterError) as error:
         check_pair(target, other.spec)
-    assert [line.split(" its ")[1].split(" ")[0] for line in error.value.errors] == ["hidden", "vocabulary", "target"]
+    named = [line.split()[1] for line in error.value.errors]
+    assert named == ["hidden_size", "vocab_size", "num_target_layers"]
 
 
 def test_features_matter_to_the_drafts(make_pair, prompts):

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from paceline.check.context import CheckContext
-from paceline.check.findings import CheckResult
+from paceline.check.results import CheckResult
 from paceline.check.sample_data import tokens_of
 from paceline.data.coverage import warnings_of
 from paceline.data.prepare import other_target

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 import torch
 
 from paceline.check.context import CheckContext
-from paceline.check.findings import CheckResult, duration, size
+from paceline.check.results import CheckResult
 from paceline.config import EvaluateConfig
 from paceline.decode.session import TargetSession
 from paceline.errors import TargetError
 from paceline.evaluate.evaluate import evaluate
 from paceline.target_model.tap_guard import TOLERANCE, guard_first_batch
+from paceline.text import duration, size
 from paceline.types import PlannedStep
 
 LEARNT, LEARNING = 0.9, 0.5

@@ -12,8 +12,8 @@ import torch
 
 from paceline.check.context import CheckContext, CheckLimits
 from paceline.check.data_checks import check_data, check_mask_token, check_template
-from paceline.check.findings import CheckResult
 from paceline.check.model_checks import check_decode, check_overfit, check_taps, check_target
+from paceline.check.results import CheckResult
 from paceline.check.run_checks import check_memory, check_plan, check_split, check_time
 from paceline.checkpoint import run_directory
 from paceline.checkpoint.checkpoints import steps

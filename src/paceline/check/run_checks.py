@@ -10,12 +10,13 @@ import torch
 
 from paceline.check import memory_budget
 from paceline.check.context import CheckContext
-from paceline.check.findings import CheckResult, duration, size
 from paceline.check.model_checks import weights_bytes
+from paceline.check.results import CheckResult
 from paceline.check.sample_data import collated
 from paceline.config import devices_of
 from paceline.device import peak_allocated_bytes, peak_resident_bytes, total_bytes
 from paceline.drafter.learner import Learner
+from paceline.text import duration, size
 from paceline.types import FeatureBatch, PlannedStep
 
 ROOM = 0.9

@@ -15,7 +15,7 @@ from paceline.cli import command
 from paceline.errors import ConfigError
 
 if TYPE_CHECKING:
-    from paceline.check.findings import CheckResult
+    from paceline.check.results import CheckResult
 
 DESCRIPTION = """Check one run before it is started: target, taps, chat template, masks, mask token, an overfit of a few
 samples, real decoding, the largest batch, memory, time, cost, and how to split the devices. Each line passes, warns or

@@ -1,14 +1,14 @@
-"""Whether drafter, target and prompts fit one another: asked before anything is decoded."""
+"""Whether drafter, target and prompts fit each other: asked before anything is decoded."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeVar
 
+from paceline.drafter.spec import DrafterSpec, target_differences
 from paceline.errors import DataError, DrafterError
 
 if TYPE_CHECKING:
-    from paceline.drafter.spec import DrafterSpec
     from paceline.target_model.model import TargetModel
     from paceline.types import EvaluationPrompt
 
@@ -21,21 +21,9 @@ def check_pair(target: TargetModel, spec: DrafterSpec) -> None:
     Raises:
         DrafterError: hidden size, vocabulary, depth or taps differ.
     """
-    facts = target.facts
-    pairs = {
-        "hidden size": (spec.hidden_size, facts.hidden_size),
-        "vocabulary": (spec.vocab_size, facts.vocab_size),
-        "target layers": (spec.num_target_layers, facts.num_layers),
-        "taps": (list(spec.taps), target.taps),
-    }
-    errors = [
-        f"drafter for another target: its {name} {theirs} is not {ours} of {facts.path}; give the target that it was "
-        "trained on"
-        for name, (theirs, ours) in pairs.items()
-        if theirs != ours
-    ]
-    if errors:
-        raise DrafterError(*errors)
+    differences = target_differences(spec, target.facts, taps=target.taps)
+    if differences:
+        raise DrafterError(*(f"drafter: {line}; give the target that it was trained on" for line in differences))
 
 
 def fitting(target: TargetModel, prompts: Sequence[PromptType]) -> tuple[list[PromptType], list[str]]:

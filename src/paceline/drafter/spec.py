@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from paceline.config.learning import DrafterConfig
 from paceline.errors import DrafterError
-from paceline.types import TargetFacts
+from paceline.types import TargetFacts, differing_parts
 
 LayerKind = Literal["full", "sliding"]
 
@@ -102,6 +102,40 @@ class DrafterSpec:
             raise DrafterError(f"drafter spec: keys missing or unknown: {', '.join(odd)}; write it with to_dict")
         arguments: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
         return DrafterSpec(**arguments)
+
+
+def target_differences(
+    spec: DrafterSpec,
+    facts: TargetFacts,
+    *,
+    taps: Sequence[int] | None = None,
+    identity: Mapping[str, str] | None = None,
+) -> list[str]:
+    """Why a drafter does not belong to a target: one phrase for each difference, none where it does.
+
+    The one place that compares the two; who asks adds where the drafter is from and what to do.
+
+    Args:
+        spec: the drafter.
+        facts: the target.
+        taps: of the loaded target; None: not compared.
+        identity: of the target that the drafter was trained on, part by part; None: not known, not compared.
+    """
+    pairs: dict[str, tuple[Any, Any]] = {
+        "hidden_size": (spec.hidden_size, facts.hidden_size),
+        "vocab_size": (spec.vocab_size, facts.vocab_size),
+        "num_target_layers": (spec.num_target_layers, facts.num_layers),
+    }
+    if taps is not None:
+        pairs["taps"] = (list(spec.taps), list(taps))
+    found = [
+        f"{name} {ours}, but the target {facts.path} has {theirs}"
+        for name, (ours, theirs) in pairs.items()
+        if ours != theirs
+    ]
+    if identity and (parts := differing_parts(identity, facts.identity)):
+        found.append(f"trained on another target than {facts.path}; they differ in {', '.join(parts)}")
+    return found
 
 
 def derive_spec(

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from paceline.drafter.spec import DrafterSpec
+from paceline.drafter.spec import DrafterSpec, target_differences
 from paceline.errors import DrafterError, ExportError
-from paceline.types import differing_parts
 
 if TYPE_CHECKING:
     from paceline.types import TargetFacts
@@ -52,20 +51,6 @@ def check_target(where: str, spec: DrafterSpec, facts: TargetFacts, identity: Ma
     Raises:
         ExportError: hidden size, vocabulary, depth or identity differ.
     """
-    pairs = (
-        ("hidden_size", spec.hidden_size, facts.hidden_size),
-        ("vocab_size", spec.vocab_size, facts.vocab_size),
-        ("num_target_layers", spec.num_target_layers, facts.num_layers),
-    )
-    errors = [
-        f"{where}: {name} {ours}, but the target {facts.path} has {theirs}; use the target that it was trained for"
-        for name, ours, theirs in pairs
-        if ours != theirs
-    ]
-    if identity and (parts := differing_parts(identity, facts.identity)):
-        errors.append(
-            f"{where}: trained on another target than {facts.path}; they differ in {', '.join(parts)}; "
-            "use the target that it was trained for"
-        )
-    if errors:
-        raise ExportError(*errors)
+    differences = target_differences(spec, facts, identity=identity)
+    if differences:
+        raise ExportError(*(f"{where}: {line}; use the target that it was trained on" for line in differences))

@@ -31,23 +31,3 @@ class CheckResult:
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
         return asdict(self)
-
-
-def size(num_bytes: float) -> str:
-    """Bytes as a person reads them."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(num_bytes) < 1024 or unit == "GiB":
-            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
-        num_bytes /= 1024
-    raise AssertionError("the loop returns")
-
-
-def duration(seconds: float) -> str:
-    """Seconds as a person reads them."""
-    if seconds < 120:
-        return f"{seconds:.1f} s"
-    if seconds < 7200:
-        return f"{seconds / 60:.0f} min"
-    if seconds < 2 * 86_400:
-        return f"{seconds / 3600:.1f} h"
-    return f"{seconds / 86_400:.1f} days"

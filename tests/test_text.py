@@ -1,0 +1,30 @@
+"""Numbers, times and sizes as people read them."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from paceline.text import duration, first_line, percent, short, size
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(12345.6, "12.3k"), (0.5, "0.5"), (999.6, "1.00k"), (math.nan, "–"), (-2e6, "-2M"), (7, "7")]
+)
+def test_short_numbers(value, text):
+    assert short(value) == text
+
+
+def test_sizes_and_durations():
+    assert [size(n) for n in (12, 2048, 150 * 2**20, 3 * 2**30, 2**41)] == [
+        *("12 B", "2.0 KiB", "150 MiB", "3.0 GiB", "2.0 TiB")
+    ]
+    assert [duration(s) for s in (1.25, 75, 3725, 864_000, None)] == ["1.2 s", "1:15", "1:02:05", "10 d 0 h", "–"]
+    assert (percent(0.0714), percent(0.5), percent(None)) == ("7.1 %", "50 %", "–")
+
+
+def test_an_error_is_one_line():
+    assert first_line(FileNotFoundError(2, "No such file or directory", "x")) == "No such file or directory"
+    assert first_line(ValueError("these differ:\n  a\n  b")) == "these differ: a"
+    assert first_line(KeyError()) == "KeyError"
