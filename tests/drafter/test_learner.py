@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import io
 import itertools
 import math
@@ -13,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from drafter_cases import (
     close_window,
@@ -30,7 +32,7 @@ from paceline.config.learning import NoiseConfig
 from paceline.drafter.block_inputs import build_blocks
 from paceline.drafter.learner import Learner, _share_schedules
 from paceline.errors import DrafterError
-from paceline.types import FeatureBatch
+from paceline.types import FeatureBatch, PlannedStep
 
 LENGTHS = [10, 20, 7, 60, 3, 33]
 
@@ -225,20 +227,91 @@ def test_report_counts_what_the_window_held():
     assert report.learning_rate == learner.rates.at(0)
 
 
-def test_accumulating_never_waits_for_the_device(monkeypatch):
-    """No value is fetched to the host before the window is closed."""
-    spec = small_spec()
-    learner = make_learner(spec)
-    batch = make_batch(spec, LENGTHS)
+class Operations(TorchDispatchMode):
+    """Counts operations by name, and refuses some."""
+
+    def __init__(self, refused=lambda func, args: False) -> None:
+        super().__init__()
+        self.refused, self.counts = refused, collections.Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        assert not self.refused(name, args), f"{name} may not be called here"
+        self.counts[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+WAITING = {"_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select", "unique_dim", "_unique2"}
+"""Operations after which the host waits for a card; indexing with a mask is `nonzero`."""
+VIEWS = {
+    "view",
+    "_unsafe_view",
+    "slice",
+    "select",
+    "expand",
+    "transpose",
+    "t",
+    "permute",
+    "detach",
+    "alias",
+    "unsqueeze",
+}
+"""Operations that compute nothing."""
+OBJECTIVES = [{}, {"name": "dpace", "weighting": "sample"}, {"terms": {"kl": 1.0, "lk": 0.5, "ce": 1.0}}]
+
+
+def train_a_window(learner: Learner, **options) -> None:
+    for number in range(2):
+        learner.accumulate(make_batch(learner.spec, LENGTHS, last_hidden=True, index=number, **options))
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("limit", [None, 40])
+def test_accumulating_never_waits_for_the_device(monkeypatch, objective, limit):
+    """No value comes to the host before the window is closed."""
+    spec = small_spec(layers=("sliding", "full"), causal=(True, False), sliding_window=5)
+    options = {"positions_per_pass": limit, "diagnose_every": 1, "noise": {"kind": "gaussian"}}
+    learner = teacher_learner(spec, lambda rows: rows @ frozen(spec)[1].T, drafter=options, **objective)
 
     def refuse(self, *_args, **_kwargs):
         raise AssertionError("fetched to the host")
 
-    with monkeypatch.context() as patch:
+    with monkeypatch.context() as patch, Operations(lambda name, args: name in WAITING):
         for name in ("item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "nonzero"):
             patch.setattr(torch.Tensor, name, refuse)
-        learner.accumulate(batch)
-    assert close_window(learner).loss.denominator > 0
+        train_a_window(learner)
+    with Operations() as operations:
+        assert close_window(learner).loss.denominator > 0
+    assert operations.counts["_local_scalar_dense"] == 0, "the window's sums come in one transfer"
+
+
+def test_a_micro_batch_keeps_to_its_budget_of_operations():
+    """Each is a kernel on a card, where attention is one as well; 530 of them in two layers."""
+    learner = make_learner(small_spec(), drafter={"diagnose_every": 0, "attention": "dense"})
+    with Operations() as operations:
+        learner.accumulate(make_batch(learner.spec, LENGTHS, num_anchors=4))
+    assert sum(count for name, count in operations.counts.items() if name not in VIEWS) < 600
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_every_operation_has_a_deterministic_form(objective):
+    """What torch.use_deterministic_algorithms refuses on CUDA, and sums by atomic additions to the same place."""
+    spec = small_spec()
+    learner = teacher_learner(
+        spec, lambda rows: rows @ frozen(spec)[1].T, drafter={"diagnose_every": 1, "diagnose_share": 1.0}, **objective
+    )
+
+    def refused(name, args):
+        if name in ("index_add", "index_add_"):
+            return len(args[2].unique()) < len(args[2])
+        return name in ("put_", "histc", "median", "bincount", "scatter_reduce") or (
+            name in ("cumsum", "cumsum_") and args[0].is_floating_point()
+        )
+
+    learner.hold_for_validation(make_batch(spec, LENGTHS, last_hidden=True))
+    with Operations(refused):
+        train_a_window(learner)
+        learner.step(PlannedStep(1, 0, 0, range(2), save=False, validate=True))
 
 
 def test_frozen_tensors_of_another_shape_are_refused():
@@ -322,9 +395,9 @@ def test_each_sample_has_the_loss_that_it_has_alone(limit: int | None) -> None:
     assert found.sum(0) == pytest.approx([report.loss.numerator, report.loss.denominator], rel=1e-6)
 
 
-def teacher_learner(spec, teacher=None, **objective) -> Learner:
+def teacher_learner(spec, teacher=None, drafter=None, **objective) -> Learner:
     embedding, head = frozen(spec)
-    small = make_learner(spec)
+    small = make_learner(spec, drafter=drafter or {})
     return Learner(
         spec, embedding=embedding, head=head, drafter=small.settings, objective=ObjectiveConfig(**objective),
         optimizer=small.optimizer_settings, total_steps=11, seed=0, teacher=teacher,

@@ -42,16 +42,16 @@ def tree_streaks(top: Tensor, own: Tensor, live: Tensor, budgets: Sequence[int])
     """
     largest = max(budgets)
     best = top[:, 0, :largest]
-    levels = [best]
+    levels, paths = [best], [own[:, 0].double()]
     for depth in range(1, top.shape[1]):
         first, second = _rank_pairs(largest, best.shape[1], min(top.shape[2], largest), top.device)
         candidates = best[:, first] + top[:, depth][:, second]
         best = candidates.topk(min(largest, candidates.shape[1]), dim=1).values
         levels.append(best)
-    everyone = torch.cat(levels, dim=1)
+        # Added depth by depth: a float cumsum is not deterministic on CUDA.
+        paths.append(paths[-1] + own[:, depth].double())
+    everyone, path = torch.cat(levels, dim=1), torch.stack(paths, dim=1).to(own.dtype)
     ranked = everyone.topk(min(largest, everyone.shape[1]), dim=1).values
-    chances = ranked.exp().cumsum(1)
-    path = own.cumsum(1)
     streaks, surrogates = [], []
     for budget in budgets:
         last = min(budget, ranked.shape[1]) - 1
@@ -59,7 +59,7 @@ def tree_streaks(top: Tensor, own: Tensor, live: Tensor, budgets: Sequence[int])
         threshold = ranked[:, last : last + 1] - 1e-5 * ranked[:, last : last + 1].abs()
         inside = (path >= threshold) & live
         streaks.append(torch.cumprod(inside.to(own.dtype), dim=1).sum(1))
-        surrogates.append(chances[:, last])
+        surrogates.append(ranked[:, : last + 1].exp().sum(1, dtype=torch.float64).to(own.dtype))
     return TreeStreaks(torch.stack(streaks), torch.stack(surrogates))
 
 

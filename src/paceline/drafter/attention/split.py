@@ -14,8 +14,9 @@ from torch import Tensor
 
 from paceline.drafter.attention.layout import Layout
 
-SLOTS_AT_ONCE = 128
-"""Slots of a group: large enough for matrix products, small enough that scores stay in the cache."""
+SLOTS_AT_ONCE = {"cpu": 128, "cuda": 4096}
+"""Slots of a group: large enough for matrix products; on a CPU small enough that scores stay in the cache, on a card
+large enough that starting kernels does not take longer than they run (a group is about 60 of them)."""
 
 Group = tuple[int, int, int, int]
 
@@ -54,7 +55,7 @@ class _SplitAttention(torch.autograd.Function):
         """Output [G, A, K, R, E]; keeps no weights, the backward pass makes them again."""
         output = torch.empty_like(query)
         hidden = layout.block_mask(window, causal)
-        for group in layout.groups(window, SLOTS_AT_ONCE):
+        for group in layout.groups(window, SLOTS_AT_ONCE[layout.device.type]):
             first, last, low, high = group
             width = high - low
             weights = _weights(query, context_key, block_key, group, layout, window, hidden)
@@ -77,7 +78,7 @@ class _SplitAttention(torch.autograd.Function):
         d_query, d_block_key, d_block_value = map(torch.empty_like, (query, block_key, block_value))
         # Several groups add to the same context rows.
         d_context_key, d_context_value = torch.zeros_like(context_key), torch.zeros_like(context_value)
-        for group in layout.groups(window, SLOTS_AT_ONCE):
+        for group in layout.groups(window, SLOTS_AT_ONCE[layout.device.type]):
             first, last, low, high = group
             width, count = high - low, last - first
             weights = _weights(query, context_key, block_key, group, layout, window, hidden)
