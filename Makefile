@@ -4,11 +4,13 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
 
+FAST_TESTS := tests/config tests/plan tests/checkpoint tests/cli tests/drafter tests/data $(wildcard tests/test_*.py)
+
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM = false
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: help demo demo-smollm2 test check format bench chaos clean
+.PHONY: help demo demo-smollm2 test test-fast check format bench chaos clean
 
 help:  ## this list
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -22,13 +24,16 @@ demo-smollm2: $(VENV)/.installed-smollm2  ## a real target on the CPU: answers, 
 test: $(VENV)/.installed-dev $(VENV)/.oracles  ## the whole test suite
 	PACELINE_REQUIRE_ORACLES=1 $(BIN)/python -m pytest -n auto --dist loadfile $(PYTEST_ARGUMENTS)
 
+test-fast: $(VENV)/.installed-dev  ## without long runs and other packages, in about a minute
+	$(BIN)/python -m pytest -n auto --dist loadfile -q -m "not slow and not oracle and not sweep" $(FAST_TESTS)
+
 check: $(VENV)/.installed-dev  ## lint, types, import contract
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/pyrefly check
 	$(BIN)/lint-imports
 
-format: $(VENV)/.installed-dev  ## mend what lint can mend
+format: $(VENV)/.installed-dev  ## fix what lint can fix
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
