@@ -1,6 +1,6 @@
 """Draws docs/img/path.svg: the way of the data through the packages, and the order in which packages may import.
 
-    python scripts/draw_path.py
+python scripts/draw_path.py
 """
 
 from __future__ import annotations
