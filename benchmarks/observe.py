@@ -5,7 +5,7 @@
 
 Prints one row a configuration: microseconds a step (mean over the run, 99 % quantile), the mean's share of a step of
 100 ms, and the bytes of a metric line. It is the CPU time of the calling thread, for that is what a step waits for;
-mirrors work in processes of their own. The step report is like a real one: all slots, all buckets, two stages.
+each tracker works in a process of its own. The step report is like a real one: all slots, all buckets, two stages.
 
 `--demo N` trains N steps of the demo in this process, with trace and live diagnosis on, and prints what share of the
 CPU time of the training thread went into everything observed: completing reports, metrics, spans, gauges.

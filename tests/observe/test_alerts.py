@@ -1,14 +1,12 @@
 from __future__ import annotations
 
-import http.server
 import json
 import sys
-import threading
 
 import numpy as np
 import pytest
 
-from observe.step_reports import random_samples, report_of
+from observed_runs import random_samples, report_of
 from paceline.config import ObserveConfig
 from paceline.errors import TrackerError
 from paceline.observe.metrics_file import EventLine, read_lines
@@ -39,7 +37,7 @@ def warnings_of(run_dir) -> list[str]:
     return [event.fields["text"] for event in events if event.event == "warning"]
 
 
-def test_a_command_hears_of_jumps_skipped_steps_and_the_end_once_each(tmp_path):
+def test_jumps_skipped_steps_and_the_end_are_alerts(tmp_path):
     observer = open_with(tmp_path / "run", alert_command=recorder(tmp_path))
     rng = np.random.default_rng(0)
     for step in range(1, 101):
@@ -57,7 +55,7 @@ def test_a_command_hears_of_jumps_skipped_steps_and_the_end_once_each(tmp_path):
     assert alerts[2]["run_dir"] == str(tmp_path / "run")
 
 
-def test_a_command_hears_of_a_failure_once_with_its_reason(tmp_path):
+def test_a_failure_is_one_alert_with_its_reason(tmp_path):
     observer = open_with(tmp_path / "run", alert_command=recorder(tmp_path))
     observer.step(report_of(1, SAMPLES))
     observer.event("failure", error="target 0: batch 17: out of memory")
@@ -68,87 +66,42 @@ def test_a_command_hears_of_a_failure_once_with_its_reason(tmp_path):
     assert heard(tmp_path)[-1]["text"] == "paceline other: failed at step 0"
 
 
-def test_a_command_hears_of_a_stall_once(tmp_path):
-    observer = open_with(tmp_path / "run", alert_command=recorder(tmp_path), alert_after_s=0.05)
-    observer.step(report_of(1, SAMPLES))
-    pause = threading.Event()
-    for _ in range(200):
-        if heard(tmp_path):
-            break
-        pause.wait(0.05)
-    pause.wait(0.3)
-    observer.close("stopped")
-    kinds = [alert["kind"] for alert in heard(tmp_path)]
-    assert kinds == ["stall", "ended"]
-
-
-def test_a_webhook_gets_the_same_object(tmp_path):
-    bodies = []
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_POST(self):
-            bodies.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-            self.send_response(204)
-            self.end_headers()
-
-        def log_message(self, *arguments):
-            return
-
-    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        observer = open_with(tmp_path / "run", alert_webhook=f"http://127.0.0.1:{server.server_port}/hook")
-        observer.step(report_of(1, SAMPLES))
-        observer.close("finished")
-        server.shutdown()
-        thread.join()
-    assert [body["text"] for body in bodies] == ["paceline run: finished at step 1"]
-
-
-@pytest.mark.parametrize(
-    ("settings", "phrase"),
-    [
-        ({"alert_webhook": "http://127.0.0.1:9/hook"}, "alert webhook 127.0.0.1:9"),
-        ({"alert_command": [sys.executable, "-c", "raise SystemExit(3)"]}, "returned non-zero exit status 3"),
-    ],
-)
-def test_an_alert_that_cannot_be_delivered_costs_a_warning(tmp_path, settings, phrase):
-    observer = open_with(tmp_path / "run", **settings)
+def test_an_alert_that_cannot_be_sent_costs_a_warning(tmp_path):
+    observer = open_with(tmp_path / "run", alert_command=[sys.executable, "-c", "raise SystemExit(3)"])
     observer.step(report_of(1, SAMPLES))
     observer.close("finished")
     (warning,) = warnings_of(tmp_path / "run")
-    assert phrase in warning and "later alerts are still sent" in warning
+    assert "exit code 3" in warning and "later alerts are still sent" in warning
 
 
-def test_one_failed_delivery_costs_that_alert_only(tmp_path):
-    """The command fails until a file is there; two deliveries fail, one warning is told, the later ones arrive."""
-    program = (
-        "import sys, pathlib; pathlib.Path(sys.argv[1]).stat(); "
-        "open(sys.argv[2], 'a').write(sys.stdin.read() + chr(10))"
-    )
-    gate = tmp_path / "gate"
-    command = [sys.executable, "-c", program, str(gate), str(tmp_path / "heard")]
-    observer = open_with(tmp_path / "run", alert_command=command)
+def test_a_command_that_hangs_is_ended_and_holds_up_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr("paceline.observe.alerts.COMMAND_LIMIT_S", 0.2)
+    program = "import signal, sys; sys.stdin.read(); signal.pause()"
+    observer = open_with(tmp_path / "run", alert_command=[sys.executable, "-c", program])
     for step in range(1, 61):
         observer.step(report_of(step, SAMPLES, skipped=step in (1, 30)))
-    pause = threading.Event()
-    mirror = observer._mirrors[0]
-    for _ in range(400):
-        if mirror._sink.failed_deliveries == 2:
-            break
-        pause.wait(0.05)
-    gate.touch()
-    observer.step(report_of(61, SAMPLES, skipped=True))
     observer.close("finished")
-    assert [(alert["kind"], alert["step"]) for alert in heard(tmp_path)] == [("not-finite", 61), ("ended", 61)]
-    assert len(warnings_of(tmp_path / "run")) == 1 and not mirror.failed
+    (warning,) = warnings_of(tmp_path / "run")
+    assert "it was ended after 0.2 s" in warning
 
 
-def test_a_dead_webhook_does_not_keep_the_command_from_hearing(tmp_path):
-    observer = open_with(tmp_path / "run", alert_command=recorder(tmp_path), alert_webhook="http://127.0.0.1:9/hook")
-    observer.step(report_of(1, SAMPLES))
+def test_one_failed_command_costs_that_alert_only(tmp_path):
+    """The command fails the first two times."""
+    program = (
+        "import sys, pathlib; count = pathlib.Path(sys.argv[1]); n = len(count.read_text()) if count.exists() else 0; "
+        "count.write_text('x' * (n + 1)); n < 2 and sys.exit(1); "
+        "open(sys.argv[2], 'a').write(sys.stdin.read() + chr(10))"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path / "count"), str(tmp_path / "heard")]
+    observer = open_with(tmp_path / "run", alert_command=command)
+    alerts = observer._alerts
+    for step in range(1, 91):
+        observer.step(report_of(step, SAMPLES, skipped=step in (1, 30, 60)))
+        for process, _ in alerts._running:  # one after the other: they count in a file
+            process.wait(60)
     observer.close("finished")
-    assert [alert["kind"] for alert in heard(tmp_path)] == ["ended"] and len(warnings_of(tmp_path / "run")) == 1
+    assert [(alert["kind"], alert["step"]) for alert in heard(tmp_path)] == [("not-finite", 60), ("ended", 90)]
+    assert len(warnings_of(tmp_path / "run")) == 1
 
 
 def test_the_quiet_time_after_an_alert_is_counted_in_lines(tmp_path):
@@ -163,42 +116,13 @@ def test_the_quiet_time_after_an_alert_is_counted_in_lines(tmp_path):
     ]
 
 
-def test_a_resumed_run_that_fails_at_once_says_where_it_stood(tmp_path):
+def test_a_resumed_run_that_fails_at_once_says_its_step(tmp_path):
     observer = open_with(tmp_path / "run", first_step=40, alert_command=recorder(tmp_path))
     observer.close("stopped")
     assert [(a["step"], a["text"]) for a in heard(tmp_path)] == [(40, "paceline run: stopped at step 40")]
 
 
-def test_steps_between_lines_are_no_stall(tmp_path):
-    observer = open_with(tmp_path / "run", alert_command=recorder(tmp_path), alert_after_s=1.0, every_steps=1000)
-    pause = threading.Event()
-    for step in range(1, 31):
-        observer.step(report_of(step, SAMPLES))
-        pause.wait(0.1)
-    observer.close("stopped")
-    assert [(alert["kind"], alert["step"]) for alert in heard(tmp_path)] == [("ended", 30)]
-
-
-def test_a_warning_of_another_mirror_is_no_step(tmp_path):
-    """A stall is told once, however much is said meanwhile."""
-    observer = open_with(tmp_path / "run", alert_command=recorder(tmp_path), alert_after_s=0.3)
-    observer.step(report_of(1, SAMPLES))
-    pause = threading.Event()
-    for _ in range(20):
-        pause.wait(0.1)
-        observer.note("still here")
-    observer.close("stopped")
-    assert [alert["kind"] for alert in heard(tmp_path)] == ["stall", "ended"]
-
-
-@pytest.mark.parametrize(
-    ("settings", "phrase"),
-    [
-        ({"alert_command": ["no-such-program", "x"]}, "observe.alert_command: no-such-program: no such program"),
-        ({"alert_webhook": "hooks.example.org/x"}, "observe.alert_webhook: hooks.example.org/x: not an address"),
-    ],
-)
-def test_alerts_that_can_never_work_are_refused_before_any_work(tmp_path, settings, phrase):
-    with pytest.raises(TrackerError, match=phrase):
-        open_with(tmp_path / "run", **settings)
+def test_a_command_that_does_not_exist_is_refused(tmp_path):
+    with pytest.raises(TrackerError, match=r"observe.alert_command: no-such-program: no such program"):
+        open_with(tmp_path / "run", alert_command=["no-such-program", "x"])
     assert not (tmp_path / "run" / "metrics.jsonl").exists()

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from observe.step_reports import random_samples, report_of
+from observed_runs import random_samples, report_of
 from paceline.config import ObserveConfig
 from paceline.observe.observer import open_observer
 from paceline.text import duration, percent, short

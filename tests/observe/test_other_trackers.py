@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from observe.step_reports import random_samples, report_of
+from observed_runs import random_samples, report_of
 from paceline.config import ObserveConfig
 from paceline.errors import TrackerError
 from paceline.observe.metrics_file import EventLine, StepLine, read_lines

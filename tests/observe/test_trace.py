@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from observe.step_reports import random_samples, report_of
+from observed_runs import random_samples, report_of
 from paceline.config import ObserveConfig
 from paceline.observe.metrics_file import EventLine, read_lines
 from paceline.observe.observer import open_observer

@@ -1,5 +1,5 @@
-"""What is seen while a run goes on: metrics, console, trackers, trace, diagnosis.
+"""What is seen while a run trains: metrics, console, trackers, trace, alerts, diagnosis.
 
-In come step reports and gauges; out go `metrics.jsonl` and its mirrors. Reading a finished run is the work of
-`report`.
+In come step reports and gauges; out go `metrics.jsonl`, lines on the terminal, warnings, and the same lines for the
+trackers. Drawing and explaining a run afterwards belongs in `report`, which reads what this package writes.
 """

@@ -1,7 +1,7 @@
 """From step reports to the values of one metric line, each reduced as the catalogue says.
 
-A tally collects one or more optimizer steps. Ratios keep numerator and denominator, so a line over ten steps holds what
-one step over the same samples would have held.
+Ratios keep numerator and denominator, so a line over ten steps holds what one step over the same samples would have
+held.
 """
 
 from __future__ import annotations
@@ -17,9 +17,14 @@ MOSTLY = 0.75
 
 
 class LineAggregator:
-    """Metrics of the optimizer steps since the last line."""
+    """Metrics of the optimizer steps since the last line.
 
-    def __init__(self) -> None:
+    Args:
+        totals: counts since the run began, by name; the steps of this line are added to it.
+    """
+
+    def __init__(self, totals: dict[str, float] | None = None) -> None:
+        self._totals = {} if totals is None else totals
         self.steps = 0
         self.seconds = 0.0
         self.batches: list[int] = []
@@ -47,7 +52,8 @@ class LineAggregator:
         for bucket, totals in report.buckets.items():
             self._bucket(bucket, totals, report.loss.denominator, micro_batches)
         for tag, of_tag in report.tags.items():
-            self._ratio(f"loss/tag_{tag}", of_tag.loss.numerator, of_tag.loss.denominator)
+            if of_tag.samples:
+                self._ratio(f"loss/tag_{tag}", of_tag.loss.numerator, of_tag.loss.denominator)
             self._ratio(f"weight_share/tag_{tag}", of_tag.loss.denominator, report.loss.denominator)
             self._sum(f"samples/tag_{tag}", of_tag.samples)
         self._stages(report)
@@ -81,6 +87,7 @@ class LineAggregator:
         values.update({name: total / max(self.steps, 1) for name, total in self._sums.items()})
         values.update(self._maxima)
         values.update(self._last)
+        values.update(self._totals)
         return values, denominators
 
     def _given(self, name: str, ratio: Ratio) -> None:
@@ -94,13 +101,10 @@ class LineAggregator:
 
     def _headline(self, report: StepReport) -> None:
         self._ratio("loss", report.loss.numerator, report.loss.denominator)
-        streak = report.ratios.get("acceptance/streak")
-        if streak is not None:
-            self._ratio("tau", streak.numerator + streak.denominator, streak.denominator)
         for name, ratio in report.ratios.items():
-            if name.startswith("tree/streak_"):
-                tree = name.replace("streak", "tau")
-                self._ratio(tree, ratio.numerator + ratio.denominator, ratio.denominator)
+            if name in ("acceptance/streak", "validation/acceptance/streak") or name.startswith("tree/streak_"):
+                tau = name.replace("acceptance/streak", "tau").replace("tree/streak", "tree/tau")
+                self._ratio(tau, ratio.numerator + ratio.denominator, ratio.denominator)
         self._last["learning_rate"] = report.learning_rate
         self._ratio("real_tokens_per_s", report.real_tokens, report.seconds)
         self._ratio("draft_positions_per_s", report.draft_positions, report.seconds)
@@ -154,7 +158,8 @@ class LineAggregator:
 
     def _bucket(self, bucket: int, totals: BucketTotals, weight: float, micro_batches: int) -> None:
         """A bucket's share of a step of so much weight and so many micro-batches."""
-        self._ratio(f"loss/bucket_{bucket}", totals.loss.numerator, totals.loss.denominator)
+        if totals.samples:
+            self._ratio(f"loss/bucket_{bucket}", totals.loss.numerator, totals.loss.denominator)
         self._ratio(f"weight_share/bucket_{bucket}", totals.loss.denominator, weight)
         self._sum(f"samples/bucket_{bucket}", totals.samples)
         self._sum(f"micro_batches/bucket_{bucket}", totals.micro_batches)
@@ -163,6 +168,9 @@ class LineAggregator:
         self._sum(f"anchors/bucket_{bucket}", totals.anchors)
         self._sum(f"real_tokens/bucket_{bucket}", totals.real_tokens)
         self._sum(f"padded_tokens/bucket_{bucket}", totals.padded_tokens)
+        for name, count in (("samples", totals.samples), ("real_tokens", totals.real_tokens)):
+            total = f"total_{name}/bucket_{bucket}"
+            self._totals[total] = self._totals.get(total, 0.0) + count
 
     def _ratio(self, name: str, numerator: float, denominator: float) -> None:
         find(name)

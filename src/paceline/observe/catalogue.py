@@ -69,7 +69,7 @@ class Metric:
 
 _SLOTS = "supervised draft slots of the window"
 _BLOCKS = "blocks (anchors) of the window"
-_BUCKET = "micro-batches of that bucket in the window"
+_BUCKET = "micro-batches of that bucket in the window; 0 where there are none"
 _DECODED = "held-out prompts, decoded with a checkpoint"
 _WORKER = "one worker process; one that did nothing has 0"
 _WINDOW = "the window: all micro-batches of one optimizer step"
@@ -121,7 +121,7 @@ CATALOGUE: tuple[Metric, ...] = (
     Metric("decode/tau_macro", "token", "mean over prompts of their own τ", _DECODED, "last", "higher"),
     Metric("decode/training_tau", "token", "τ of the training forward on the decoded blocks", _DECODED, "last"),
     Metric("decode/control_tau", "token", "τ without features, near 1", "the first decoded prompts", "last"),
-    Metric("decode/slot_{slot}", "1", "draft stands, given that all earlier ones do", _DECODED, "last", "higher"),
+    Metric("decode/slot_{slot}", "1", "draft accepted, given that all earlier ones are", _DECODED, "last", "higher"),
     Metric("decode/step", "step", "optimizer steps of the checkpoint that was decoded", "the run", "last"),
     Metric("decode/seconds", "s", "wall time of the measurement", _DECODED, "last", "lower"),
     # Optimizer.
@@ -175,6 +175,8 @@ CATALOGUE: tuple[Metric, ...] = (
     Metric("anchors/bucket_{bucket}", "anchor", "anchors of one bucket", _BUCKET, "per_step"),
     Metric("real_tokens/bucket_{bucket}", "token", "real tokens of one bucket", _BUCKET, "per_step"),
     Metric("padded_tokens/bucket_{bucket}", "token", "padded tokens of one bucket", _BUCKET, "per_step"),
+    Metric("total_samples/bucket_{bucket}", "sample", "samples of one bucket since the run began", "the run", "last"),
+    Metric("total_real_tokens/bucket_{bucket}", "token", "real tokens of one bucket since then", "the run", "last"),
     # By tag of the data.
     Metric("loss/tag_{tag}", "nat", "loss of the samples with one tag", "samples with that tag", "ratio", "lower"),
     Metric("weight_share/tag_{tag}", "1", "tag's share of the window's loss weight", _WINDOW, "ratio"),

@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -22,8 +22,6 @@ import numpy as np
 from paceline.errors import RunDirectoryError
 from paceline.text import readable
 
-Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
-"""Steps, epochs, windows: what a float holds exactly."""
 METRICS_FILE = "metrics.jsonl"
 FORMAT = 1
 
@@ -31,21 +29,21 @@ FORMAT = 1
 class HeaderLine(msgspec.Struct, frozen=True, tag_field="kind", tag="header"):
     """Written at each start of the run."""
 
-    step: Count
+    step: int
     time: float
     format: int
-    total_steps: Count
+    total_steps: int
     header: dict[str, Any]
 
 
 class StepLine(msgspec.Struct, frozen=True, tag_field="kind", tag="step"):
     """Metrics of ``steps`` optimizer steps, the last of which is ``step`` (1-based)."""
 
-    step: Count
+    step: int
     time: float
-    steps: Annotated[int, msgspec.Meta(ge=1, le=2**53)]
-    epoch: Count
-    window: Count
+    steps: int
+    epoch: int
+    window: int
     batches: list[int]
     values: Mapping[str, float | None]
     weights: Mapping[str, float | None]
@@ -54,7 +52,7 @@ class StepLine(msgspec.Struct, frozen=True, tag_field="kind", tag="step"):
 class EventLine(msgspec.Struct, frozen=True, tag_field="kind", tag="event"):
     """Something that happened after ``step``."""
 
-    step: Count
+    step: int
     time: float
     event: str
     fields: dict[str, Any]
@@ -93,7 +91,7 @@ _PLACE = msgspec.json.Decoder(_Place)
 def encode(message: msgspec.Struct) -> bytes:
     """One line of JSON without its newline.
 
-    Not-a-number becomes null; bytes of a file's name that are no text become question marks.
+    Not-a-number becomes null; bytes of a file's name that are not text become question marks.
     """
     try:
         return _ENCODER.encode(message)
@@ -114,11 +112,11 @@ class MetricsFile:
 
     Args:
         path: the file; made if it is not there.
-        first_step: step of the checkpoint that the run goes on from; lines after it are cut off, for they will be
-            written again.
+        first_step: step of the checkpoint that the run resumes from; lines after it are cut off, because they will
+            be written again.
 
     Raises:
-        RunDirectoryError: the file cannot be written, or is no metrics file.
+        RunDirectoryError: the file cannot be written, or is not a metrics file.
     """
 
     def __init__(self, path: Path, first_step: int) -> None:
@@ -187,7 +185,9 @@ def read_lines(path: Path) -> tuple[list[Line], list[str]]:
         except (msgspec.DecodeError, UnicodeDecodeError):
             bad.append(number)
     if bad and not lines:
-        raise RunDirectoryError(f"{path}: not a metrics file of paceline (line 1 is no metric line); give another run")
+        raise RunDirectoryError(
+            f"{path}: not a metrics file of paceline (line 1 is not a metric line); give another run"
+        )
     notes: list[str] = []
     if bad:
         shown = ", ".join(map(str, bad[:5])) + (", …" if len(bad) > 5 else "")
@@ -218,7 +218,7 @@ def _length_to_keep(raw: bytes, first_step: int, path: Path) -> tuple[int, StepL
     tail = raw[keep:]
     if tail and b"\n" not in tail and not (tail.startswith(_OPENING) or _OPENING.startswith(tail)):
         raise RunDirectoryError(
-            f"{path}: its end is no metric line, cut or whole; move the file away or give another run directory"
+            f"{path}: its end is not a metric line, cut or whole; move the file away or give another run directory"
         )
     if newest is None:
         return keep, None

@@ -1,29 +1,27 @@
-"""The observer: what a run measures goes in here and comes out at metrics.jsonl, the console and the mirrors."""
+"""The observer: what a run measures goes in here and comes out at metrics.jsonl, the console and the trackers."""
 
 from __future__ import annotations
 
 import resource
 import sys
-import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from paceline.config import ObserveConfig
-from paceline.errors import PacelineError, RunDirectoryError, TrackerError
+from paceline.errors import RunDirectoryError, TrackerError
 from paceline.observe.aggregate import LineAggregator
 from paceline.observe.alerts import Alerts
 from paceline.observe.console import View, open_view
-from paceline.observe.diagnosis.gradient_spikes import SpikeWatch
-from paceline.observe.live_diagnosis import Watch
+from paceline.observe.diagnosis.diagnose import LiveDiagnosis
+from paceline.observe.diagnosis.optimizer import SpikeWatch
 from paceline.observe.metrics_file import FORMAT, METRICS_FILE, EventLine, HeaderLine, MetricsFile, StepLine, gap_text
 from paceline.observe.trace import TRACE_FILE, TraceFile
-from paceline.observe.trackers import SinkContext, wanted
-from paceline.observe.trackers.isolated import IsolatedSink
-from paceline.observe.trackers.mirror import Mirror, Sink
+from paceline.observe.trackers import TrackerContext, wanted
+from paceline.observe.trackers.tracker_process import Tracker
 from paceline.types import StepReport
 
 _STATM = Path("/proc/self/statm")
@@ -40,44 +38,33 @@ def open_observer(
     header: dict[str, Any],
     first_step: int = 0,
     console: Console | None = None,
-    sinks: Mapping[str, Sink] | None = None,
 ) -> Observer:
-    """Start everything that listens to a run. Nothing is written before every mirror has started.
+    """Start everything that is shown, written or sent. Nothing is written before every tracker has started.
 
     Args:
         settings: what is on.
         run_dir: directory of the run; made if it is not there.
         total_steps: optimizer steps planned.
-        header: facts of the run, written into metrics.jsonl and the mirrors' configuration; ``samples_per_epoch`` in it
-            gives the epoch coverage, ``bucket_edges`` (longest length of each bucket) names the buckets in the report.
-        first_step: step of the checkpoint that the run goes on from; later lines of metrics.jsonl are cut off.
+        header: facts of the run, written into metrics.jsonl and the trackers' configuration; ``samples_per_epoch`` in
+            it gives the epoch coverage, ``bucket_edges`` (longest length of each bucket) names the buckets in the
+            report.
+        first_step: step of the checkpoint that the run resumes from; later lines of metrics.jsonl are cut off.
         console: where progress goes; standard error if unset.
-        sinks: further mirrors by name, beside those that the settings ask for.
 
     Raises:
-        TrackerError: a mirror cannot start.
-        RunDirectoryError: metrics.jsonl cannot be written or is something else.
+        TrackerError: a tracker cannot start, or there is no such alert command.
+        RunDirectoryError: the directory or metrics.jsonl cannot be written, or is something else.
     """
-    console = console or Console(stderr=True, highlight=False, soft_wrap=True)
-    context = SinkContext(settings=settings, run_dir=run_dir, header=header, first_step=first_step)
-    observer = Observer(settings, run_dir, total_steps=total_steps, header=header, first_step=first_step)
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        for name in wanted(settings):
-            observer._add_mirror(name, IsolatedSink(name, context))
-        if settings.alert_command or settings.alert_webhook is not None:
-            observer._alerts = Alerts(settings, run_dir, first_step, observer.warn)
-            observer._add_mirror("alerts", observer._alerts)
-        for name, sink in (sinks or {}).items():
-            observer._add_mirror(name, sink)
-        observer._begin(console)
     except OSError as error:
-        observer._abandon()
-        if isinstance(error, PacelineError):
-            raise
-        raise TrackerError(f"{run_dir}: cannot be made ({error.strerror}); give another run_dir") from error
-    except PacelineError:
-        observer._abandon()
+        raise RunDirectoryError(f"{run_dir}: cannot be made ({error.strerror}); give another run_dir") from error
+    console = console or Console(stderr=True, highlight=False, emoji=False, soft_wrap=True)
+    observer = Observer(settings, run_dir, console, total_steps=total_steps, header=header, first_step=first_step)
+    try:
+        observer.open()
+    except (TrackerError, RunDirectoryError):
+        observer.close("failed: the run did not start")
         raise
     return observer
 
@@ -86,29 +73,61 @@ class Observer:
     """Takes in step reports, gauges and events. Made by `open_observer`; all methods but `close` return at once."""
 
     def __init__(
-        self, settings: ObserveConfig, run_dir: Path, *, total_steps: int, header: dict[str, Any], first_step: int
+        self,
+        settings: ObserveConfig,
+        run_dir: Path,
+        console: Console,
+        *,
+        total_steps: int,
+        header: dict[str, Any],
+        first_step: int,
     ) -> None:
         self._settings = settings
+        self._console = console
+        self._view = View(console)
         self._run_dir = run_dir
         self._total_steps = total_steps
         self._header = header
         self._step = first_step
-        self._tally = LineAggregator()
-        self._lock = threading.Lock()
-        self._mirrors: list[Mirror] = []
-        self._file: MetricsFile | None = None
-        self._view: View | None = None
-        self._watch: Watch | None = None
+        self._totals: dict[str, float] = {}
+        self._lines = LineAggregator(self._totals)
+        self._trackers: list[Tracker] = []
         self._alerts: Alerts | None = None
+        self._file: MetricsFile | None = None
         self._trace: TraceFile | None = None
-        self._early_warnings: list[str] = []
+        self._diagnosis = LiveDiagnosis(run_dir, settings.diagnose_every_steps, total_steps, first_step)
+        self._spikes = SpikeWatch(total_steps)
         self._newest: dict[str, tuple[int, float]] = {}
         self._recent_s: float | None = None
         self._epoch = -1
         self._epoch_samples: float | None = 0.0
         self._gap = False
         self._last_report: StepReport | None = None
-        self._spikes = SpikeWatch(total_steps)
+
+    def open(self) -> None:
+        """Start trackers, then the files, then the view; called once, by `open_observer`."""
+        settings, context = self._settings, TrackerContext(self._settings, self._run_dir, self._header, self._step)
+        for name in wanted(settings):
+            self._trackers.append(Tracker(name, context, self.warn))
+        if settings.alert_command:
+            self._alerts = Alerts(settings, self._run_dir, self.warn)
+        if settings.trace:
+            self._trace = TraceFile(self._run_dir / TRACE_FILE)
+        self._file = MetricsFile(self._run_dir / METRICS_FILE, self._step)
+        before = self._file.last_step_line
+        written = before.step if before is not None else 0
+        self._gap = written < self._step
+        if before is not None:
+            self._recent_s = before.values.get("speed/seconds_per_step")
+            self._totals |= {
+                name: value for name, value in before.values.items() if name.startswith("total_") and value
+            }
+            if not self._gap:
+                self._epoch, self._epoch_samples = before.epoch, before.values.get("progress/epoch_samples")
+        self._file.append(HeaderLine(self._step, time.time(), FORMAT, self._total_steps, self._header))
+        self._view = open_view(settings, self._console, total_steps=self._total_steps, first_step=self._step)
+        if self._gap:
+            self.note(gap_text(written + 1, self._step))
 
     def step(self, report: StepReport) -> None:
         """Take in one optimizer step.
@@ -122,7 +141,7 @@ class Observer:
             # After a gap in the metrics, what came before in this epoch is unknown.
             self._epoch, self._epoch_samples = report.epoch, None if self._gap and report.window else 0.0
         self._gap = False
-        self._tally.add(report)
+        self._lines.add(report)
         self._step = report.step
         self._last_report = report
         if self._epoch_samples is not None:
@@ -133,10 +152,7 @@ class Observer:
         spike = self._spikes.see(report)
         if spike is not None:
             self._event("gradient-spike", spike)
-        if self._view is not None:
-            self._view.advance(report.step)
-        if self._alerts is not None:
-            self._alerts.passed(report.step)
+        self._view.advance(report.step)
         if report.step % self._settings.every_steps == 0 or report.step >= self._total_steps:
             self._flush()
 
@@ -146,17 +162,15 @@ class Observer:
         Raises:
             MetricError: the name is not in the catalogue, or is counted rather than read.
         """
-        self._tally.gauge(name, value)
+        self._lines.gauge(name, value)
 
     def span(self, process: str, row: str, name: str, start_s: float, end_s: float, **details: Any) -> None:
         """Draw a span into the trace, where one is written; see `paceline.observe.trace.TraceFile.span`."""
-        if self._trace is not None:
-            self._draw(lambda trace: trace.span(process, row, name, start_s, end_s, **details))
+        self._draw(lambda trace: trace.span(process, row, name, start_s, end_s, **details))
 
     def counter(self, process: str, name: str, at_s: float, **values: float) -> None:
         """Draw values at one moment into the trace, where one is written."""
-        if self._trace is not None:
-            self._draw(lambda trace: trace.counter(process, name, at_s, **values))
+        self._draw(lambda trace: trace.counter(process, name, at_s, **values))
 
     def event(self, kind: str, **fields: Any) -> None:
         """Write down something that happened, such as ``checkpoint``; the steps before it go out first.
@@ -173,111 +187,65 @@ class Observer:
         return self._newest.get(name)
 
     def note(self, text: str) -> None:
-        """Tell the user something, and write it down."""
+        """Show something to the user, and write it down."""
         self._event("note", {"text": text})
-        if self._view is not None:
-            self._view.note(text)
+        self._view.note(text)
 
     def warn(self, text: str) -> None:
-        """Tell the user something to look at, and write it down. May be called from any thread."""
-        if self._view is None:
-            self._early_warnings.append(text)
-            return
+        """Show the user something to look at, and write it down."""
         self._event("warning", {"text": text})
         self._view.warn(text)
 
     def close(self, status: str = "finished") -> None:
-        """Write what is left, end the mirrors within their limit, release the terminal. A second call does nothing.
+        """Write what is left, end the trackers within their limit, release the terminal. A second call does nothing.
 
         Args:
             status: how the run ended: ``finished``, ``interrupted`` or ``failed: why``.
         """
-        if self._file is None:
-            return
         self._flush()
-        for mirror in self._mirrors:
-            mirror.finish(status)
-        deadline = time.monotonic() + self._settings.mirror_close_limit_s
-        for mirror in self._mirrors:
-            mirror.join(max(deadline - time.monotonic(), 0.0))
-        dropped = {mirror.name: mirror.dropped for mirror in self._mirrors if mirror.dropped}
-        self._event("closed", {"status": status} | ({"dropped_lines": dropped} if dropped else {}))
-        if self._view is not None:
-            self._view.close(status)
+        for tracker in self._trackers:
+            tracker.finish(status)
+        if self._file is not None and self._alerts is not None:
+            self._alerts.close(status, self._step)
+        deadline = time.monotonic() + self._settings.tracker_close_limit_s
+        for tracker in self._trackers:
+            tracker.join(deadline)
+        dropped = {tracker.name: tracker.dropped for tracker in self._trackers if tracker.dropped}
+        self._trackers, self._alerts = [], None
         self._draw(lambda trace: trace.close())
         self._trace = None
-        with self._lock:
-            self._file.close()
-            self._file = None
-
-    def _add_mirror(self, name: str, sink: Sink) -> None:
-        settings = self._settings
-        self._mirrors.append(
-            Mirror(
-                name,
-                sink,
-                queue_lines=settings.mirror_queue_lines,
-                start_limit_s=settings.mirror_start_limit_s,
-                warn=self.warn,
-            )
-        )
-
-    def _begin(self, console: Console) -> None:
-        self._file = MetricsFile(self._run_dir / METRICS_FILE, self._step)
-        before = self._file.last_step_line
-        written = before.step if before is not None else 0
-        self._gap = written < self._step
-        if before is not None and not self._gap:
-            self._epoch = before.epoch
-            self._epoch_samples = before.values.get("progress/epoch_samples")
-        if before is not None:
-            self._recent_s = before.values.get("speed/seconds_per_step")
-        header = HeaderLine(self._step, time.time(), FORMAT, self._total_steps, self._header)
-        self._file.append(header)
-        if self._settings.trace:
-            self._trace = TraceFile(self._run_dir / TRACE_FILE)
-        self._watch = Watch(self._run_dir, header, self._settings.diagnose_every_steps)
-        self._view = open_view(self._settings, console, total_steps=self._total_steps, first_step=self._step)
-        if self._gap:
-            self.note(gap_text(written + 1, self._step))
-        for text in self._early_warnings:
-            self.warn(text)
-
-    def _abandon(self) -> None:
-        for mirror in self._mirrors:
-            mirror.finish("failed: the run did not start")
-        for mirror in self._mirrors:
-            mirror.join(self._settings.mirror_close_limit_s)
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        if self._file is None:
+            return
+        self._event("closed", {"status": status} | ({"dropped_lines": dropped} if dropped else {}))
+        self._file.close()
+        self._file = None
+        self._view.close(status)
 
     def _flush(self) -> None:
         report = self._last_report
-        if not self._tally.steps or report is None:
+        if not self._lines.steps or report is None:
             return
         self._progress()
-        values, weights = self._tally.values()
+        values, weights = self._lines.values()
         line = StepLine(
             step=report.step,
             time=time.time(),
-            steps=self._tally.steps,
+            steps=self._lines.steps,
             epoch=report.epoch,
             window=report.window,
-            batches=self._tally.batches,
+            batches=self._lines.batches,
             values=values,
             weights=weights,
         )
-        self._tally = LineAggregator()
+        self._lines = LineAggregator(self._totals)
         self._newest |= {name: (line.step, value) for name, value in values.items()}
         self._send(line)
-        if self._view is not None:
-            self._view.show(line)
-        for finding in self._watch.see(line) if self._watch is not None else ():
+        self._view.show(line)
+        for finding in self._diagnosis.see(line):
             self.warn(finding.sentence)
 
     def _draw(self, call: Callable[[TraceFile], None]) -> None:
-        """Add to the trace; one that can no longer be written is dropped, for it is no more than a mirror."""
+        """Add to the trace; one that can no longer be written is dropped, the run continues without it."""
         if self._trace is None:
             return
         try:
@@ -287,7 +255,7 @@ class Observer:
             self.warn(f"the trace is dropped: {error}")
 
     def _progress(self) -> None:
-        gauge = self._tally.gauge
+        gauge = self._lines.gauge
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         gauge("memory_peak/trainer_bytes", peak if sys.platform == "darwin" else peak * 1024)
         if _STATM.exists():  # Linux
@@ -305,13 +273,13 @@ class Observer:
 
     def _event(self, kind: str, fields: dict[str, Any]) -> None:
         line = EventLine(step=self._step, time=time.time(), event=kind, fields=fields)
-        if self._watch is not None:
-            self._watch.hear(line)
+        self._diagnosis.hear(line)
         self._send(line)
 
     def _send(self, line: StepLine | EventLine) -> None:
-        with self._lock:
-            if self._file is not None:
-                self._file.append(line)
-        for mirror in self._mirrors:  # outside the lock: a mirror that overflows warns, and a warning is an event
-            mirror.put(line)
+        if self._file is not None:
+            self._file.append(line)
+        if self._alerts is not None:
+            self._alerts.see(line)
+        for tracker in self._trackers:  # a tracker may warn, and a warning is an event that comes here again
+            tracker.put(line)

@@ -1,13 +1,15 @@
-"""A run as it is on disk, read for the report: tolerant of what is missing, strict about what is no run at all."""
+"""A run as it is on disk: what the report and the diagnosis read. What is missing or unreadable becomes a note."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import json
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import yaml
 
 from paceline.errors import MetricError, RunDirectoryError
 from paceline.observe.catalogue import find, number_of
@@ -21,14 +23,10 @@ from paceline.observe.metrics_file import (
     gap_text,
     read_lines,
 )
-from paceline.observe.run_files import read_evaluations, read_facts, read_settings, shortened
+from paceline.text import first_line
 
-MOST = 1e40
-"""Larger values are beyond float32 and beyond all measure; their squares and sums would be too."""
-MAX_MEMBERS = 256
-"""Metrics of one family that are read: as many buckets as a plan can have."""
 MAX_GAPS = 5
-"""Gaps in the steps that are told one by one."""
+"""Gaps in the steps that are named one by one."""
 TAG_LOSS = "loss/tag_"
 
 
@@ -41,6 +39,7 @@ class History:
         header: facts that the trainer gave at the newest start.
         starts: steps at which the run was started, 0 first.
         total_steps: optimizer steps planned; 0 where unknown.
+        status: how the run ended, or ``not closed`` while it runs or after a kill.
         steps: last optimizer step of each line, int64 [L].
         spans: optimizer steps in each line, int64 [L].
         epochs, windows: int64 [L].
@@ -58,6 +57,7 @@ class History:
     header: dict[str, Any]
     starts: list[int]
     total_steps: int
+    status: str
     steps: np.ndarray
     spans: np.ndarray
     epochs: np.ndarray
@@ -67,23 +67,15 @@ class History:
     values: dict[str, np.ndarray]
     weights: dict[str, np.ndarray]
     events: list[EventLine]
-    settings: dict[str, Any]
-    facts: dict[str, Any]
-    evaluations: list[dict[str, Any]]
+    settings: dict[str, Any] = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict)
+    evaluations: list[dict[str, Any]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     @property
     def name(self) -> str:
-        """The directory's own name."""
+        """The directory's name."""
         return self.run_dir.resolve().name
-
-    @property
-    def status(self) -> str:
-        """How the run ended, or ``not closed`` while it runs or after a kill."""
-        closed = [event for event in self.events if event.event == "closed"]
-        if not closed or (self.steps.size and self.steps[-1] > closed[-1].step):
-            return "not closed"
-        return str(closed[-1].fields.get("status", "closed"))
 
     @property
     def line(self) -> str:
@@ -94,22 +86,26 @@ class History:
         # The last line of an epoch or before a checkpoint may be shorter.
         return f"line of {'' if np.mean(self.spans == most) > 0.9 else 'up to '}{most} steps"
 
+    @property
+    def tags(self) -> list[str]:
+        """Tags that were told apart, in alphabetical order."""
+        return sorted(name.removeprefix(TAG_LOSS) for name in self.values if name.startswith(TAG_LOSS))
+
+    def setting(self, section: str, name: str) -> Any:
+        """A resolved setting of the run; None where the settings are not there."""
+        return (self.settings.get(section) or {}).get(name)
+
     def series(self, name: str) -> np.ndarray:
         """Values of one metric, float64 [L]; all NaN where it was never logged."""
         return self.values.get(name, np.full(self.steps.size, np.nan))
 
     def counts(self, name: str) -> np.ndarray:
         """Like `series`, 0 where a line has none; for counts and shares."""
-        return np.nan_to_num(self.series(name), nan=0.0, posinf=0.0, neginf=0.0)
+        return np.nan_to_num(self.series(name), nan=0.0)
 
     def numbers(self, family: str) -> list[int]:
         """Numbers that occur in a one-number family, ascending: ``loss/bucket_{bucket}`` → [0, 1, 2]."""
         return sorted({number for name in self.values if (number := number_of(name, family)) is not None})
-
-    @property
-    def tags(self) -> list[str]:
-        """Tags that were told apart, in alphabetical order."""
-        return sorted(name.removeprefix(TAG_LOSS) for name in self.values if name.startswith(TAG_LOSS))
 
     def pooled(self, name: str, part: slice | np.ndarray = slice(None)) -> float:
         """One value over many lines, as the catalogue reduces it: Σ numerators / Σ denominators where it is a ratio."""
@@ -118,6 +114,22 @@ class History:
         scale = self.spans[part] if weights is None else weights[part]
         good = np.isfinite(values) & np.isfinite(scale) & (scale > 0)
         return float(np.sum(values[good] * scale[good]) / np.sum(scale[good])) if good.any() else float("nan")
+
+    def decoded_tau(self) -> list[tuple[int, float]]:
+        """(step, τ) of each evaluation of held-out prompts."""
+        return [(entry["step"], entry["tau_micro"]) for entry in self.evaluations if entry.get("tau_micro") is not None]
+
+    def held_out_tau(self) -> list[tuple[int, float]]:
+        """(step, τ) on held-out data: of real decoding, or of the validation batches where those were more."""
+        tau = self.series("validation/tau")
+        measured = np.isfinite(tau)
+        validated = [(int(step), float(value)) for step, value in zip(self.steps[measured], tau[measured], strict=True)]
+        return max(self.decoded_tau(), validated, key=len)
+
+
+def last_part(run: History, share: float = 0.1) -> slice:
+    """The last part of a run's lines, at least one."""
+    return slice(max(run.steps.size - max(int(run.steps.size * share), 1), 0), None)
 
 
 def read_history(run_dir: Path) -> History:
@@ -142,28 +154,55 @@ def read_history(run_dir: Path) -> History:
         notes += more
     else:
         notes.append(f"{METRICS_FILE} is missing: no step was taken yet, or the file was moved away")
-    settings, facts = read_settings(run_dir, notes), read_facts(run_dir, notes)
-    return assemble(run_dir, lines, settings, facts, read_evaluations(run_dir, notes), notes)
+    settings = read_settings(run_dir, notes)
+    facts = read_mapping(run_dir / "run.json", json.loads, notes)
+    found: dict[str, Any] = {}
+    if (run_dir / "evaluation.json").exists():
+        found = read_mapping(run_dir / "evaluation.json", json.loads, notes)
+    else:
+        notes.append("evaluation.json is missing: no held-out prompt was decoded yet")
+    evaluations = sorted(found.get("evaluations", []), key=lambda entry: entry["step"])
+    return assemble(run_dir, lines, settings=settings, facts=facts, evaluations=evaluations, notes=notes)
+
+
+def read_settings(run_dir: Path, notes: list[str]) -> dict[str, Any]:
+    """Resolved settings as a nested mapping."""
+    return read_mapping(run_dir / "settings.yaml", yaml.safe_load, notes)
+
+
+def read_mapping(path: Path, parse: Callable[[str], Any], notes: list[str]) -> dict[str, Any]:
+    """A nested mapping from a file; an empty one, and a note, where it cannot be read."""
+    try:
+        value = parse(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        notes.append(f"{path.name} is missing")
+        return {}
+    except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
+        notes.append(f"{path.name} cannot be read ({first_line(error)})")
+        return {}
+    if not isinstance(value, dict):
+        notes.append(f"{path.name} cannot be read (it has no names and values)")
+        return {}
+    return value
 
 
 def assemble(
     run_dir: Path,
     lines: Iterable[Line],
-    settings: dict[str, Any],
-    facts: dict[str, Any],
-    evaluations: list[dict[str, Any]],
-    notes: list[str],
+    *,
+    settings: dict[str, Any] | None = None,
+    facts: dict[str, Any] | None = None,
+    evaluations: list[dict[str, Any]] | None = None,
+    notes: list[str] | None = None,
 ) -> History:
-    """A history from lines of metrics and what stands beside them; ``notes`` is added to."""
+    """A history from lines of metrics and the other files of a run; ``notes`` is added to."""
     lines = list(lines)
     headers = [line for line in lines if isinstance(line, HeaderLine)]
-    steps = _ascending([line for line in lines if isinstance(line, StepLine)], notes)
-    formats = {line.format for line in headers}
-    if steps and not headers:
-        notes.append(f"{METRICS_FILE} has no header line: what was planned is unknown")
-    if formats - {FORMAT}:
+    steps = [line for line in lines if isinstance(line, StepLine)]
+    notes = [] if notes is None else notes
+    if headers and headers[-1].format not in (0, FORMAT):
         notes.append(
-            f"{METRICS_FILE} has format {', '.join(map(str, sorted(formats)))}, this version writes {FORMAT}: "
+            f"{METRICS_FILE} has format {headers[-1].format}, this version writes {FORMAT}: "
             "metrics that were renamed in between are missing here"
         )
     if (run_dir / METRICS_FILE).is_file() and not steps:
@@ -175,31 +214,31 @@ def assemble(
         header=headers[-1].header if headers else {},
         starts=[line.step for line in headers],
         total_steps=headers[-1].total_steps if headers else 0,
+        status=_status(lines),
         steps=np.array([line.step for line in steps], dtype=np.int64),
         spans=np.array([line.steps for line in steps], dtype=np.int64),
         epochs=np.array([line.epoch for line in steps], dtype=np.int64),
         windows=np.array([line.window for line in steps], dtype=np.int64),
         batches=[line.batches for line in steps],
         times=np.array([line.time for line in steps], dtype=np.float64),
-        values=_columns([line.values for line in steps], known, notes),
-        weights=_columns([line.weights for line in steps], known, []),
+        values=_columns([line.values for line in steps], known),
+        weights=_columns([line.weights for line in steps], known),
         events=[line for line in lines if isinstance(line, EventLine)],
-        settings=settings,
-        facts=facts,
-        evaluations=evaluations,
+        settings=settings or {},
+        facts=facts or {},
+        evaluations=evaluations or [],
         notes=notes,
     )
 
 
-def _ascending(lines: list[StepLine], notes: list[str]) -> list[StepLine]:
-    """The lines without those whose steps earlier ones cover; no run writes such, a file put together may hold them."""
-    kept: list[StepLine] = []
+def _status(lines: list[Line]) -> str:
+    status = "not closed"
     for line in lines:
-        if not kept or line.step - line.steps >= kept[-1].step:
-            kept.append(line)
-    if len(kept) < len(lines):
-        notes.append(f"{len(lines) - len(kept)} lines repeat steps that earlier lines cover, and are left out")
-    return kept
+        if isinstance(line, HeaderLine):
+            status = "not closed"
+        elif isinstance(line, EventLine) and line.event == "closed":
+            status = str(line.fields.get("status"))
+    return status
 
 
 def _gaps(lines: list[StepLine]) -> list[str]:
@@ -214,37 +253,28 @@ def _gaps(lines: list[StepLine]) -> list[str]:
 
 
 def _known(lines: list[StepLine], notes: list[str]) -> set[str]:
-    """Names that are in the catalogue, of each family no more than `MAX_MEMBERS`; a note on the others."""
-    members: dict[str, list[str]] = {}
+    """Names that are in the catalogue; a note on the others, which a newer or older version wrote."""
+    known: set[str] = set()
     unknown: list[str] = []
     for name in dict.fromkeys(name for line in lines for name in line.values):
         try:
-            members.setdefault(find(name).name, []).append(name)
+            find(name)
+            known.add(name)
         except MetricError:
             unknown.append(name)
     if unknown:
-        shown = ", ".join(shortened(name, 40) for name in unknown[:5]) + (", …" if len(unknown) > 5 else "")
+        shown = ", ".join(unknown[:5]) + (", …" if len(unknown) > 5 else "")
         notes.append(f"{len(unknown)} metrics that this version does not know are left out ({shown})")
-    kept: set[str] = set()
-    for family, names in members.items():
-        names.sort(key=lambda name: (len(name), name))
-        kept.update(names[:MAX_MEMBERS])
-        if len(names) > MAX_MEMBERS:
-            notes.append(f"{len(names) - MAX_MEMBERS} of {len(names)} metrics {family} are left out")
-    return kept
+    return known
 
 
-def _columns(rows: list[Mapping[str, float | None]], known: set[str], notes: list[str]) -> dict[str, np.ndarray]:
+def _columns(rows: list[Mapping[str, float | None]], known: set[str]) -> dict[str, np.ndarray]:
     columns: dict[str, np.ndarray] = {}
-    beyond = 0
     for position, row in enumerate(rows):
         for name in known & row.keys():
             if name not in columns:
                 columns[name] = np.full(len(rows), np.nan)
             value = row[name]
-            if value is not None and abs(value) <= MOST:
+            if value is not None:
                 columns[name][position] = value
-            beyond += value is not None and abs(value) > MOST
-    if beyond:
-        notes.append(f"{beyond} values beyond {MOST:g} are left out")
     return columns

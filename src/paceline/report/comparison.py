@@ -11,8 +11,7 @@ import numpy as np
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from paceline.observe.diagnosis.diagnose import diagnose
-from paceline.observe.diagnosis.loss_variance import explain_jitter
-from paceline.observe.run_files import shortened
+from paceline.observe.diagnosis.mixture import explain_jitter
 from paceline.observe.run_history import History, read_history
 from paceline.report.page import (
     MAX_CELL,
@@ -29,6 +28,7 @@ from paceline.report.page import (
 )
 from paceline.report.plots import decoded_tau, last_tenth, tick
 from paceline.report.svg import DASHES, condensed, drawing, label_ends, series_color, smoothed, to_svg
+from paceline.report.values import shortened
 from paceline.text import duration, percent, short
 
 COMPARISON_FILE = "comparison.html"

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from paceline.observe.run_files import shortened
 from paceline.observe.run_history import History
 from paceline.report.page import Html, element, joined, table, tiles
+from paceline.report.values import shortened
 from paceline.text import percent, short
 
 MAX_ROWS = 60

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from paceline.observe.diagnosis.learning import AGREEMENT, agrees
-from paceline.observe.run_files import number, shortened, whole_numbers
 from paceline.observe.run_history import History
 from paceline.report.page import Html, element, joined, table
+from paceline.report.values import number, shortened, whole_numbers
 
 MAX_COLUMNS = 8
 """Evaluations in the table."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import RunDirectoryError
-from paceline.observe.run_files import shortened
+from paceline.report.values import shortened
 from paceline.text import readable
 
 MAX_BYTES = 2_900_000

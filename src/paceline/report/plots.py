@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 
-from paceline.observe.run_files import number
 from paceline.report.svg import (
     DASHES,
     GRID,
@@ -22,6 +21,7 @@ from paceline.report.svg import (
     smoothed,
     to_svg,
 )
+from paceline.report.values import number
 from paceline.text import short
 
 if TYPE_CHECKING:

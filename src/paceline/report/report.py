@@ -9,14 +9,15 @@ from typing import Any
 
 import numpy as np
 
-from paceline.observe.diagnosis.diagnose import Finding, diagnose
-from paceline.observe.run_files import shortened, whole_numbers
+from paceline.observe.diagnosis import Finding
+from paceline.observe.diagnosis.diagnose import diagnose
 from paceline.observe.run_history import History, read_history
 from paceline.report import plots
 from paceline.report.data_section import prepared_data
 from paceline.report.decoding import decoded_slots, decoding
 from paceline.report.page import Html, check_place, element, figure, fitted, joined, nested, save, table, tiles
 from paceline.report.svg import MAX_BUCKET
+from paceline.report.values import shortened, whole_numbers
 from paceline.text import duration, percent, short
 
 REPORT_FILE = "report.html"

@@ -14,10 +14,13 @@ import numpy as np
 from paceline.config import devices_of
 from paceline.run.build import Run
 from paceline.run.flops import drafter_flops, target_flops
-from paceline.types import Ratio, StepReport, TagTotals
+from paceline.types import BucketTotals, Ratio, StepReport, TagTotals
 
 MAX_TAGS = 32
 """Tags that are told apart; rarer ones are put together as ``other`` (``other_`` where a tag has that name)."""
+
+NOTHING = BucketTotals(Ratio(0.0, 0.0), 0, 0, 0, 0, 0)
+"""What a bucket that has no micro-batch in a step contributes: logged as 0, so that starvation shows."""
 
 
 class StepMetrics:
@@ -48,7 +51,8 @@ class StepMetrics:
         slots = report.ratios.get("accuracy/all", Ratio(0.0, 0.0)).denominator
         ratios = dict(report.ratios) | {"coverage/supervised": Ratio(slots, float(self._supervised[rows].sum()))}
         ratios |= self._used(rows, report.seconds)
-        return replace(report, rows=by_batch, tags=self._by_tag(by_batch, report), ratios=ratios)
+        buckets = {bucket: report.buckets.get(bucket, NOTHING) for bucket in range(len(plan.edges))}
+        return replace(report, rows=by_batch, buckets=buckets, tags=self._by_tag(by_batch, report), ratios=ratios)
 
     def _by_tag(self, by_batch: dict[int, np.ndarray], report: StepReport) -> dict[str, TagTotals]:
         if not self._tags or any(index not in report.sample_losses for index in by_batch):
@@ -60,7 +64,6 @@ class StepMetrics:
         return {
             tag: TagTotals(Ratio(float(loss[place]), float(weight[place])), round(counts[place]))
             for place, tag in enumerate(self._tags)
-            if counts[place]
         }
 
     def _used(self, rows: np.ndarray, seconds: float) -> dict[str, Ratio]:

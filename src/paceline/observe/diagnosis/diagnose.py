@@ -1,25 +1,21 @@
-"""What a run's numbers say, in sentences: bottleneck, jumps of the loss, trend, and signs that something is wrong.
-
-Each check is a function from a history to findings; `diagnose` runs them all. Thresholds stand beside the checks with
-the reason for them. A finding of level ``warning`` is also told while the run goes on, once.
-"""
+"""All checks of a run, for the report and while the run continues; and the checks of its stages and workers."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
 
 import numpy as np
 
-from paceline.observe.diagnosis.finding import MIN_LINES, Finding, ranges, setting
-from paceline.observe.diagnosis.gradient_spikes import spikes_of
+from paceline.observe.diagnosis import Finding
 from paceline.observe.diagnosis.learning import (
-    decoded_below_training,
     flat_slots,
+    forwards_differ,
+    held_out_below_training,
     leak,
     learns_nothing,
     loss_rising,
-    training_against_decoding,
     tree_below_chain,
     trends,
 )
@@ -31,12 +27,15 @@ from paceline.observe.diagnosis.mixture import (
     starved_tags,
     supervised_coverage,
 )
-from paceline.observe.run_files import number, shortened, whole_numbers
-from paceline.observe.run_history import History
-from paceline.text import percent, short
+from paceline.observe.diagnosis.optimizer import clipping, frozen_norms, gradient_spikes, skipped_steps
+from paceline.observe.metrics_file import EventLine, HeaderLine, StepLine
+from paceline.observe.run_history import History, assemble, read_settings
+from paceline.text import percent
 
 MIN_STEPS = 20
 """Runs of fewer optimizer steps are not judged."""
+MEMORY_LINES = 1000
+"""Newest lines that are looked at while a run continues; a look at a thousand takes about 20 ms."""
 
 
 def diagnose(run: History) -> list[Finding]:
@@ -45,6 +44,41 @@ def diagnose(run: History) -> list[Finding]:
         return []
     findings = [finding for check in CHECKS for finding in check(run)]
     return sorted(findings, key=lambda finding: finding.level == "info")
+
+
+class LiveDiagnosis:
+    """Keeps the newest lines of a run that continues and looks at them now and then; shows each warning once.
+
+    Args:
+        run_dir: directory of the run; its settings.yaml says what advice fits.
+        every_steps: optimizer steps between looks; 0 for never.
+        total_steps, first_step: of the run, and of this start.
+    """
+
+    def __init__(self, run_dir: Path, every_steps: int, total_steps: int, first_step: int) -> None:
+        self._run_dir, self._every_steps, self._total_steps = run_dir, every_steps, total_steps
+        self._lines: deque[StepLine] = deque(maxlen=MEMORY_LINES)
+        self._events: deque[EventLine] = deque(maxlen=MEMORY_LINES)
+        self._next = first_step + every_steps
+        self._shown: set[str] = set()
+
+    def hear(self, line: EventLine) -> None:
+        """Take in an event, for the next look."""
+        self._events.append(line)
+
+    def see(self, line: StepLine) -> list[Finding]:
+        """Take in a line; gives the warnings that were not given before, where it was time to look."""
+        if not self._every_steps:
+            return []
+        self._lines.append(line)
+        if line.step < self._next and line.step < self._total_steps:  # the last step is always a look
+            return []
+        self._next = line.step + self._every_steps
+        header = HeaderLine(0, line.time, 0, self._total_steps, {})
+        run = assemble(self._run_dir, [header, *self._lines, *self._events], settings=read_settings(self._run_dir, []))
+        fresh = [finding for finding in diagnose(run) if finding.level == "warning" and finding.key not in self._shown]
+        self._shown.update(finding.key for finding in fresh)
+        return fresh
 
 
 def bottleneck(run: History) -> list[Finding]:
@@ -56,130 +90,71 @@ def bottleneck(run: History) -> list[Finding]:
         return []
     slowest = max(busy, key=lambda name: busy[name])
     shares = ", ".join(f"{name} {percent(share)}" for name, share in busy.items())
-    if setting(run, "flow", "mode") == "inline" or sum(busy.values()) <= 1.02:
+    if run.setting("flow", "mode") == "inline" or sum(busy.values()) <= 1.02:
         gain = sum(busy.values()) / busy[slowest]
-        return [
-            Finding(
-                "bottleneck",
-                "info",
-                f"The stages take turns; busy: {shares}.",
-                f"flow.mode: pipeline overlaps them, at best {gain:.1f} times as fast on devices of their own",
-            )
-        ]
-    if busy[slowest] < 0.7:
-        return [
-            Finding(
-                "bottleneck",
-                "info",
-                f"No stage is busy most of its time ({shares}): batches are made or handed over too slowly.",
-                "raise flow.prefetch_batches and flow.pool_buffers",
-            )
-        ]
-    if slowest == "feed":
+        text = f"The stages take turns; busy: {shares}."
+        advice = f"flow.mode: pipeline overlaps them, at best {gain:.1f} times as fast where each has its device"
+    elif busy[slowest] < 0.7:
+        text = f"No stage is busy most of its time ({shares}): batches are made or handed over too slowly."
+        advice = "raise flow.prefetch_batches and flow.pool_buffers"
+    elif slowest == "feed":
         text = (
-            f"The feed is the bottleneck: one thread that reads and pads is busy {percent(busy[slowest])} of its time."
+            f"The feed is the bottleneck: one thread that reads and pads is busy {percent(busy['feed'])} of its time."
         )
-        return [Finding("bottleneck", "info", text, "put the store on a faster disk, or in memory")]
-    idle = ", ".join(f"the {name} waits {percent(1 - share)}" for name, share in busy.items() if name != slowest)
-    others = [name for name in busy if name != slowest and _device_count(run, name) > 1]
-    if others and busy[others[0]] < 0.8:
-        advice = f"move a device from flow.{others[0]}_devices to flow.{slowest}_devices"
+        advice = "put the store on a faster disk, or in memory"
     else:
-        advice = f"add a device to flow.{slowest}_devices" + (", or lower drafter.num_anchors" * (slowest == "drafter"))
-    return [
-        Finding(
-            "bottleneck",
-            "info",
-            f"The {slowest} is the bottleneck: busy {percent(busy[slowest])} of its time, while {idle}.",
-            advice,
-        )
-    ]
+        idle = ", ".join(f"the {name} waits {percent(1 - share)}" for name, share in busy.items() if name != slowest)
+        text = f"The {slowest} is the bottleneck: busy {percent(busy[slowest])} of its time, while {idle}."
+        others = [name for name in busy if name != slowest and _device_count(run, name) > 1 and busy[name] < 0.8]
+        if others:
+            advice = f"move a device from flow.{others[0]}_devices to flow.{slowest}_devices"
+        else:
+            advice = f"add a device to flow.{slowest}_devices"
+            advice += ", or lower drafter.num_anchors" * (slowest == "drafter")
+    return [Finding("bottleneck", "info", text, advice)]
 
 
-def gradient_spikes(run: History) -> list[Finding]:
-    """Steps whose gradient norm stands far above its neighbourhood, with the place in the plan."""
-    norm = run.series("gradient/norm_max")
-    good = np.flatnonzero(np.isfinite(norm))
-    if good.size < MIN_LINES:
+SLOW = 0.85
+"""Speed of a worker, as a share of the median of its peers, below which it is called slow."""
+SLOW_LINES = 60
+"""Newest lines in which it must be that slow: in each half of them, so that one hiccup is not enough."""
+
+
+def slow_workers(run: History) -> list[Finding]:
+    """Workers that need more time for a token than their peers of the same stage, for long."""
+    names = [name.split("/")[1] for name in run.values if name.startswith("worker/") and name.endswith("/busy")]
+    half = SLOW_LINES // 2
+    if run.steps.size < SLOW_LINES:
         return []
-    spikes, usual = spikes_of(norm[good])
-    spikes = good[spikes]
-    # The first steps have large gradients of their own.
-    late = run.steps[spikes] > max(20, run.total_steps // 20)
-    spikes, usual = spikes[late], usual[late]
-    if not spikes.size:
-        return []
-    worst = np.argsort(norm[spikes] / usual)[::-1][:5]
-    places = "; ".join(
-        f"{_place(run, int(spikes[i]))}: {short(float(norm[spikes[i]]))}, usual there {short(float(usual[i]))}"
-        for i in worst
-    )
-    text = f"{spikes.size} gradient spike{'s' * (spikes.size > 1)}: {places}."
-    return [Finding("gradient-spikes", "warning", text, "look at the samples of these batches")]
+    findings = []
+    for stage in sorted({name.rpartition("_")[0] for name in names}):
+        peers = sorted(name for name in names if name.rpartition("_")[0] == stage)
+        halves = [_speeds(run, peers, part) for part in (slice(-2 * half, -half), slice(-half, None))]
+        for name in peers if len(peers) > 1 else ():
+            others = [float(np.median([speeds[peer] for peer in peers if peer != name])) for speeds in halves]
+            ratios = [speeds[name] / other for speeds, other in zip(halves, others, strict=True) if other]
+            if len(ratios) == 2 and min(ratios) > 0 and max(ratios) < SLOW:
+                text = (
+                    f"Worker {name} is slow: it makes {percent(ratios[1])} of the real tokens that its peers make "
+                    f"in a second of work, over the last {int(run.spans[-SLOW_LINES:].sum())} steps."
+                )
+                advice = "look at its device: temperature, clock and power, and what else runs there"
+                findings.append(Finding(f"slow-worker-{name}", "warning", text, advice))
+    return findings
 
 
-def _place(run: History, line: int) -> str:
-    """Where a spike happened; with its samples, those of highest loss first, where it was noted while training."""
-    step = int(run.steps[line])
-    place: dict[str, Any] = {"epoch": int(run.epochs[line]), "window": int(run.windows[line])}
-    place["batches"] = run.batches[line]
-    for event in run.events:
-        if event.event == "gradient-spike" and step - run.spans[line] < event.step <= step:
-            step, place = event.step, event.fields
-            break
-    at = [f"{name} {place[name]}" for name in ("epoch", "window") if isinstance(place.get(name), int)]
-    parts = [", ".join([*at, f"batches {_shown(whole_numbers(place.get('batches')))}"])]
-    highest = place.get("highest_loss")
-    found = {row: number(loss) for row, loss in highest.items()} if isinstance(highest, dict) else {}
-    losses = [f"sample {shortened(row, 20)} with {loss:.2f}" for row, loss in found.items() if loss is not None]
-    if losses:
-        parts.append("highest loss: " + ", ".join(losses[:3]))
-    samples = whole_numbers(place.get("samples"))
-    if samples:
-        parts.append(f"samples {_shown(samples)}")
-    return f"step {step} ({'; '.join(parts)})"
+def _speeds(run: History, workers: list[str], part: slice) -> dict[str, float]:
+    """Real tokens a second of work; 0 for a worker that did not work."""
+    speeds = {}
+    for name in workers:
+        busy = run.pooled(f"worker/{name}/busy", part)
+        speeds[name] = run.pooled(f"worker/{name}/real_tokens_per_s", part) / busy if busy > 0 else 0.0
+    return speeds
 
 
-def _shown(numbers: list[int], most: int = 12) -> str:
-    """The first of the numbers, and how many more there are."""
-    return ranges(numbers[:most]) + (f" and {len(numbers) - most} more" if len(numbers) > most else "")
-
-
-def skipped_steps(run: History) -> list[Finding]:
-    """Steps without an update, and losses that are no numbers."""
-    skipped = float(np.sum(run.counts("gradient/skipped") * run.spans))
-    if not skipped:
-        return []
-    count = f"{skipped:.0f} {'steps were' if skipped > 1.5 else 'step was'}"
-    first = int(np.flatnonzero(run.counts("gradient/skipped") > 0)[0])
-    where = ranges(list(range(run.steps[first] - run.spans[first] + 1, run.steps[first] + 1)))
-    return [
-        Finding(
-            "skipped-steps",
-            "warning",
-            f"{count} skipped for a gradient that is not finite, first at step {where}.",
-            "lower optimizer.lr or look at the samples of that step",
-        )
-    ]
-
-
-def clipping(run: History) -> list[Finding]:
-    """Clipping of nearly every step: no error, for the optimizers' steps do not grow with the gradient's scale."""
-    share = run.pooled("gradient/clipped", slice(run.steps.size // 4, None))
-    if run.steps.size < 4 or not share > 0.9:
-        return []
-    text = f"{percent(share)} of the gradients were clipped after the first quarter of the run."
-    return [Finding("clipping", "info", text, "raise optimizer.clip_norm if it is to catch outliers only")]
-
-
-def frozen_norms(run: History) -> list[Finding]:
-    """Norm weights that never move: master weights or moments in a type that swallows the updates."""
-    share = run.series("norms/unmoved")[run.steps >= 200]
-    share = share[np.isfinite(share)]
-    if not share.size or share[-1] <= 0.01:
-        return []
-    text = f"{percent(float(share[-1]))} of the norm weights still have their first value after {run.steps[-1]} steps."
-    return [Finding("frozen-norms", "warning", text, "check that master weights and moments are float32")]
+def _device_count(run: History, stage: str) -> int:
+    devices = run.setting("flow", f"{stage}_devices")
+    return len(devices) if isinstance(devices, list) else 1
 
 
 CHECKS: tuple[Callable[[History], list[Finding]], ...] = (
@@ -193,18 +168,14 @@ CHECKS: tuple[Callable[[History], list[Finding]], ...] = (
     flat_slots,
     tree_below_chain,
     frozen_norms,
-    training_against_decoding,
-    decoded_below_training,
+    forwards_differ,
+    held_out_below_training,
     coverage,
     supervised_coverage,
     starved_tags,
     padding,
+    slow_workers,
     clipping,
     bottleneck,
     trends,
 )
-
-
-def _device_count(run: History, stage: str) -> int:
-    devices = setting(run, "flow", f"{stage}_devices")
-    return len(devices) if isinstance(devices, list) else 1

@@ -1,8 +1,12 @@
-"""Mirrors by name. Each backend runs in a process of its own (`isolated`), which imports its package only there."""
+"""Trackers that the metrics are also sent to: W&B, TensorBoard, trackio.
+
+In come the lines of metrics.jsonl; each tracker's package runs in one process of its own (`tracker_process`), which is
+the only one that imports it. A tracker that cannot start stops the run before any work; one that fails or hangs later
+costs a warning, never the run.
+"""
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,14 +17,14 @@ from paceline.observe.metrics_file import EventLine, StepLine
 
 
 @dataclass(frozen=True, slots=True)
-class SinkContext:
-    """What a sink needs to start.
+class TrackerContext:
+    """What a tracker needs to start.
 
     Attributes:
         settings: of the run.
         run_dir: directory of the run.
         header: facts of the run as given by the trainer.
-        first_step: step of the checkpoint that the run goes on from, 0 for a new run.
+        first_step: step of the checkpoint that the run resumes from, 0 for a new run.
     """
 
     settings: ObserveConfig
@@ -29,8 +33,8 @@ class SinkContext:
     first_step: int
 
 
-class Backend(Protocol):
-    """What a tracker's package is wrapped in; made, used and closed on one thread of one process."""
+class TrackerBackend(Protocol):
+    """What a tracker's package is wrapped in; made, used and closed in the tracker's process."""
 
     def write(self, line: StepLine | EventLine) -> None:
         """Take one line."""
@@ -46,19 +50,10 @@ BACKENDS: dict[str, str] = {
     "tensorboard": "paceline.observe.trackers.tensorboard_events",
     "trackio": "paceline.observe.trackers.trackio_run",
 }
-"""Module by name; its ``start(context)`` opens the backend."""
-
-
-def open_backend(name: str, context: SinkContext) -> Backend:
-    """Start a backend in this process.
-
-    Raises:
-        TrackerError: it says itself why it cannot start; other exceptions are its package's.
-    """
-    return importlib.import_module(BACKENDS[name]).start(context)
+"""Module by name; its ``start(context)`` gives the `TrackerBackend`."""
 
 
 def wanted(settings: ObserveConfig) -> list[str]:
-    """Names of the mirrors that the settings ask for."""
+    """Names of the trackers that the settings ask for."""
     asked = {"wandb": settings.wandb != "off", "tensorboard": settings.tensorboard, "trackio": settings.trackio}
     return [name for name, on in asked.items() if on]

@@ -1,4 +1,4 @@
-"""Mirror to TensorBoard: one event file a start under ``RUN/tensorboard``, written with TensorBoard's own writer."""
+"""Tracker: TensorBoard: one event file a start under ``RUN/tensorboard``, written with TensorBoard's own writer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from paceline.errors import TrackerError
 from paceline.observe.metrics_file import EventLine, StepLine
 
 if TYPE_CHECKING:
-    from paceline.observe.trackers import SinkContext
+    from paceline.observe.trackers import TrackerContext
 
 
 _MODULES = (
@@ -23,8 +23,8 @@ _MODULES = (
 )
 
 
-def start(context: SinkContext) -> TensorBoardEvents:
-    """Open the mirror.
+def start(context: TrackerContext) -> TensorBoardEvents:
+    """Open the tracker.
 
     Raises:
         TrackerError: the package is missing.
@@ -42,7 +42,7 @@ class TensorBoardEvents:
         TrackerError: the package is missing.
     """
 
-    def __init__(self, context: SinkContext) -> None:
+    def __init__(self, context: TrackerContext) -> None:
         try:
             event, summary, tensor, shape, text, writer = map(importlib.import_module, _MODULES)
         except ImportError as error:

@@ -1,4 +1,4 @@
-"""Mirror to trackio on this machine; ``trackio show`` displays it. Nothing is sent anywhere."""
+"""Tracker: trackio on this machine; ``trackio show`` displays it. Nothing is sent anywhere."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from paceline.errors import TrackerError
 from paceline.observe.metrics_file import EventLine, StepLine
 
 if TYPE_CHECKING:
-    from paceline.observe.trackers import SinkContext
+    from paceline.observe.trackers import TrackerContext
 
 
-def start(context: SinkContext) -> TrackioRun:
-    """Open the mirror.
+def start(context: TrackerContext) -> TrackioRun:
+    """Open the tracker.
 
     Raises:
         TrackerError: the package is missing.
@@ -32,7 +32,7 @@ class TrackioRun:
         TrackerError: the package is missing.
     """
 
-    def __init__(self, context: SinkContext) -> None:
+    def __init__(self, context: TrackerContext) -> None:
         try:
             trackio = importlib.import_module("trackio")
         except ImportError as error:

@@ -1,4 +1,4 @@
-"""Mirror to Weights & Biases: offline by default, online on request, one W&B run however often the run resumes."""
+"""Tracker: Weights & Biases: offline by default, online on request, one W&B run however often the run resumes."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from paceline.observe.catalogue import CATALOGUE
 from paceline.observe.metrics_file import EventLine, StepLine
 
 if TYPE_CHECKING:
-    from paceline.observe.trackers import SinkContext
+    from paceline.observe.trackers import TrackerContext
 
 
-def start(context: SinkContext) -> WandbRun:
-    """Open the mirror."""
+def start(context: TrackerContext) -> WandbRun:
+    """Open the tracker."""
     return WandbRun(context)
 
 
@@ -30,7 +30,7 @@ class WandbRun:
         TrackerError: the package is missing, or online was asked for without a key.
     """
 
-    def __init__(self, context: SinkContext) -> None:
+    def __init__(self, context: TrackerContext) -> None:
         try:
             import wandb
         except ImportError as error:
@@ -54,7 +54,7 @@ class WandbRun:
             settings=wandb.Settings(
                 console="off",
                 silent=True,
-                init_timeout=settings.mirror_start_limit_s,
+                init_timeout=settings.tracker_start_limit_s,
                 disable_git=True,
                 save_code=False,
             ),

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from observe.step_reports import random_samples, report_of
 from observe.wandb_file import history, records
+from observed_runs import random_samples, report_of
 from paceline.config import ObserveConfig
 from paceline.errors import TrackerError
 from paceline.observe.metrics_file import EventLine, StepLine, read_lines
@@ -84,7 +84,7 @@ def test_online_without_a_key_is_refused_before_any_work(tmp_path):
 
 def test_online_without_network_is_refused_before_any_work(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
-    settings = ObserveConfig(console="quiet", wandb="online", mirror_start_limit_s=3.0)
+    settings = ObserveConfig(console="quiet", wandb="online", tracker_start_limit_s=3.0)
     with pytest.raises(TrackerError, match=r"^wandb (cannot start|did not start within 3 s)"):
         open_observer(settings, tmp_path / "run", total_steps=1, header={})
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
@@ -104,14 +104,14 @@ PROGRAM = """
 import os, select, signal, sys
 from pathlib import Path
 import numpy as np
-from observe.step_reports import random_samples, report_of
+from observed_runs import random_samples, report_of
 from paceline.config import ObserveConfig
 from paceline.observe.observer import open_observer
 
-settings = ObserveConfig(console="quiet", wandb="offline", mirror_queue_lines=8, mirror_close_limit_s=1.0)
+settings = ObserveConfig(console="quiet", wandb="offline", tracker_queue_lines=8, tracker_close_limit_s=1.0)
 observer = open_observer(settings, Path(sys.argv[1]), total_steps=400, header={})
 words = {p: p.read_text().split(chr(0)) for p in Path("/proc").glob("[0-9]*/cmdline")}
-child = str(observer._mirrors[0]._sink._process.pid)
+child = str(observer._trackers[0]._process.pid)
 services = [int(p.parent.name) for p, w in words.items() if "wandb-core" in w[0] and w[3:5] == ["--pid", child]]
 assert len(services) == 1, services
 samples = random_samples(np.random.default_rng(0))
@@ -125,12 +125,12 @@ def run_program(run_dir: Path, rest: str) -> subprocess.CompletedProcess[str]:
         text=True,
         check=False,
         timeout=60,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])},
     )
 
 
 @pytest.mark.parametrize("frozen", ["services[0]", "int(child)"])
-def test_a_frozen_mirror_never_holds_up_the_run_or_the_end_of_the_program(tmp_path, frozen):
+def test_a_frozen_tracker_never_holds_up_the_run_or_its_end(tmp_path, frozen):
     done = run_program(
         tmp_path / "run",
         f"""
@@ -148,14 +148,14 @@ print("closed")
     assert sum(isinstance(line, StepLine) for line in lines) == 400
 
 
-def test_a_killed_run_leaves_a_mirror_that_can_be_read(tmp_path):
+def test_a_killed_run_leaves_a_tracker_that_can_be_read(tmp_path):
     done = run_program(
         tmp_path / "run",
         """
 for step in range(1, 4):
     observer.step(report_of(step, samples))
 for _ in range(200):
-    if not observer._mirrors[0]._lines:
+    if not observer._trackers[0]._queue:
         break
     select.select([], [], [], 0.05)
 select.select([], [], [], 0.2)  # the last line has left the queue; now it is in the pipe

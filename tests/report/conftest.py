@@ -7,8 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from observe.step_reports import random_samples, report_of
-from observe.store_files import write_manifest
+from observed_runs import random_samples, report_of, write_manifest
 from paceline.config import ObserveConfig, Settings, dump_settings
 from paceline.observe.observer import open_observer
 

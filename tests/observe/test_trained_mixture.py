@@ -11,7 +11,7 @@ import yaml
 
 from paceline.cli import main
 from paceline.observe.diagnosis.diagnose import diagnose
-from paceline.observe.diagnosis.loss_variance import Jitter, explain_jitter
+from paceline.observe.diagnosis.mixture import Jitter, explain_jitter
 from paceline.observe.run_history import History, read_history
 from paceline.report.report import write_report
 

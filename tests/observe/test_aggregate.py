@@ -1,15 +1,16 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from observe.step_reports import random_samples, report_of
+from observed_runs import Sample, random_samples, report_of
 from paceline.errors import MetricError
 from paceline.observe.aggregate import LineAggregator
 from paceline.observe.catalogue import find
-from paceline.types import Ratio, WorkerTotals
+from paceline.types import BucketTotals, Ratio, TagTotals, WorkerTotals
 
 
 def test_a_line_over_many_steps_equals_a_recount_of_all_samples():
@@ -117,3 +118,17 @@ def test_a_worker_that_did_nothing_has_zeros():
     assert values["worker/target_0/batches"] == 3 and values["worker/target_1/batches"] == 0
     assert values["worker/target_0/real_tokens_per_s"] == 150 and values["worker/target_0/busy"] == 0.75
     assert values["worker/target_1/real_tokens_per_s"] == values["worker/target_1/busy"] == 0
+
+
+def test_a_bucket_or_tag_that_got_nothing_is_zero():
+    nothing = BucketTotals(Ratio(0.0, 0.0), 0, 0, 0, 0, 0)
+    report = report_of(1, [Sample(0, 10, 2.0, 4)])
+    tags = {"code": TagTotals(Ratio(8.0, 4.0), 1), "prose": TagTotals(Ratio(0.0, 0.0), 0)}
+    tally = LineAggregator()
+    tally.add(replace(report, buckets={**report.buckets, 1: nothing}, tags=tags))
+    values, weights = tally.values()
+    for name in ("samples", "micro_batches", "anchors", "real_tokens", "padded_tokens", "weight_share", "steps_with"):
+        assert values[f"{name}/bucket_1"] == 0, name
+    assert values["samples/tag_prose"] == values["weight_share/tag_prose"] == 0
+    assert not {"loss/bucket_1", "loss/tag_prose"} & {*values, *weights}
+    assert values["window/buckets"] == 1 and values["weight_share/bucket_0"] == 1

@@ -6,11 +6,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from observe.simulated_runs import simulate
+from observed_runs import simulate
 from paceline.cli import report as command
 from paceline.cli.command import guarded
 from paceline.config import Settings, dump_settings
-from paceline.observe.diagnosis.loss_variance import explain_jitter
+from paceline.observe.diagnosis.mixture import explain_jitter
 from paceline.observe.run_history import read_history
 from paceline.report.comparison import render_comparison, write_comparison
 

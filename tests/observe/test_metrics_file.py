@@ -111,6 +111,6 @@ os.kill(os.getpid(), signal.SIGKILL)
 def test_a_foreign_file_without_a_line_end_is_left_alone(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b"my precious notes, one line")
-    with pytest.raises(RunDirectoryError, match="its end is no metric line"):
+    with pytest.raises(RunDirectoryError, match="its end is not a metric line"):
         MetricsFile(path, 0)
     assert path.read_bytes() == b"my precious notes, one line"
