@@ -53,7 +53,7 @@ class PlanError(PacelineError, ValueError):
 
 
 class TargetError(PacelineError, ValueError):
-    """A folder that is no usable target, or taps that it does not have."""
+    """A folder that cannot be used as a target, or taps that it does not have."""
 
 
 class DrafterError(PacelineError, ValueError):

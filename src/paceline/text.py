@@ -46,7 +46,7 @@ def duration(seconds: float | None) -> str:
 
 
 def readable(text: str) -> str:
-    """The text with a question mark for each byte of a file's name that is no text; UTF-8 cannot hold those."""
+    """The text with a question mark for each byte of a file name that is not text; UTF-8 cannot hold those."""
     return text.encode("utf-8", "replace").decode()
 
 

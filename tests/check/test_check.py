@@ -87,7 +87,7 @@ def test_the_lines_on_a_terminal_say_what_to_do(make: MakeSettings, capsys: pyte
     assert lines[0].split()[:2] == ["pass", "settings"]
     said = next(line for line in lines if "400000" in line.replace(",", ""))
     assert said.startswith("fail")
-    assert lines[-1].endswith("mend what fails first")
+    assert lines[-1].endswith("fix what fails first")
 
 
 def test_a_mask_token_that_occurs_in_text(
@@ -355,7 +355,7 @@ def test_a_run_that_was_started_with_other_settings_or_another_target(make: Make
     before = {entry.name: entry.read_bytes() for entry in (tmp_path / "run").iterdir()}
     found = findings_of(settings)
     assert found["settings"].status == "pass"
-    assert "goes on with the run there" in found["settings"].detail
+    assert "resumes the run there" in found["settings"].detail
     assert found["drafter"].status == "pass"
     other = fails_early(make(optimizer={"lr": 0.003}))["settings"]
     assert other.status == "fail"

@@ -96,7 +96,7 @@ def test_a_error_of_the_place_is_one_line(capsys: pytest.CaptureFixture[str]) ->
     assert command.guarded(full, []) == 1
     said = capsys.readouterr().err.splitlines()
     assert said == [
-        "error: runs/first/metrics.jsonl: No space left on device; mend it and run the command again",
+        "error: runs/first/metrics.jsonl: No space left on device; fix that, then run the command again",
     ]
 
 

@@ -19,10 +19,10 @@ LEFT_OUT = 0.05
 """Share of rows left out above which a person should look."""
 
 
-def check_data(bench: CheckContext) -> CheckResult:
+def check_data(context: CheckContext) -> CheckResult:
     """Rows that can be used, and what of them is supervised."""
-    material, store = bench.material, bench.material.store
-    other = other_target(store.path, bench.facts.identity) if material.whole else None
+    material, store = context.material, context.material.store
+    other = other_target(store.path, context.facts.identity) if material.whole else None
     if material.report is None or material.sample is None:
         lengths, supervised = int(store.lengths.sum()), int(store.supervised.sum())
         detail = (
@@ -38,11 +38,11 @@ def check_data(bench: CheckContext) -> CheckResult:
         f"{report.supervised_tokens / report.tokens:.1%} supervised"
     )
     figures = {"rows_in": report.rows_in, "rows_used": report.rows_used, "tokens": report.tokens}
-    warnings = warnings_of(report, bench.settings.data, whole=False)
+    warnings = warnings_of(report, context.settings.data, whole=False)
     if share <= LEFT_OUT and not warnings and not other:
         return CheckResult("data", "pass", detail, figures=figures)
     words = [
-        f"{count.count} {REASONS[key]}, first {_origin(bench, count.example)}"
+        f"{count.count} {REASONS[key]}, first {_origin(context, count.example)}"
         for key, count in sorted(report.set_aside.items(), key=lambda item: -item[1].count)
     ]
     advice = "; ".join([*([other] if other else []), *words[:3], *warnings[:2]])
@@ -51,15 +51,15 @@ def check_data(bench: CheckContext) -> CheckResult:
     return CheckResult("data", "warn", detail, advice, figures)
 
 
-def _origin(bench: CheckContext, example: str) -> str:
+def _origin(context: CheckContext, example: str) -> str:
     """Where the user finds a row that was copied into the scratch file."""
     line = example.rpartition(":")[2]
-    return bench.material.origins.get(int(line), example) if line.isdigit() else example
+    return context.material.origins.get(int(line), example) if line.isdigit() else example
 
 
-def check_template(bench: CheckContext) -> CheckResult:
+def check_template(context: CheckContext) -> CheckResult:
     """Whether samples begin as a server would render their prompts, supervised from the answer's first token on."""
-    material, settings = bench.material, bench.settings
+    material, settings = context.material, context.settings
     if material.chats is None or material.sample is None:
         return CheckResult("template", "skipped", "data.train names no files, so there are no chats to render")
     try:
@@ -84,7 +84,7 @@ def check_template(bench: CheckContext) -> CheckResult:
         if any(_continues(np.asarray(prompt.ids), *pair) for pair in material.sample.read(rows)):
             equal += 1
         else:
-            first = first or _origin(bench, prompt.id)
+            first = first or _origin(context, prompt.id)
     if not compared:
         return CheckResult("template", "skipped", "no usable row has a question before its last answer")
     detail = f"{equal} of {compared} answers continue the prompt that a server renders, token for token"
@@ -104,15 +104,15 @@ def _continues(prompt: np.ndarray, ids: np.ndarray, mask: np.ndarray) -> bool:
     return same and bool(mask[end]) and not bool(mask[end - 1])
 
 
-def check_mask_token(bench: CheckContext) -> CheckResult:
+def check_mask_token(context: CheckContext) -> CheckResult:
     """The token of the draft slots: inside the vocabulary, never in text, with an embedding."""
-    spec, facts = bench.spec, bench.facts
+    spec, facts = context.spec, context.facts
     token = spec.mask_token_id
     if token >= facts.vocab_size:
         detail = f"id {token} is outside the embedding of {facts.vocab_size} rows"
         return CheckResult("mask token", "fail", detail, "give drafter.mask_token_id an unused id below that")
-    used = int((tokens_of(bench.material.store) == token).sum())
-    row = bench.target.embedding[token].float()
+    used = int((tokens_of(context.material.store) == token).sum())
+    row = context.target.embedding[token].float()
     figures = {"id": token, "times_in_text": used, "norm": float(row.norm())}
     detail = f"id {token}, {used} times in the text, embedding norm {float(row.norm()):.3g}"
     if token in facts.eos_token_ids:

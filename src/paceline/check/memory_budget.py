@@ -1,4 +1,4 @@
-"""What a run needs, reckoned: bytes by cause and device, time, and the split of the devices. No model is loaded.
+"""What a run needs, estimated: bytes by cause and device, time, and the split of the devices. No model is loaded.
 
 Weights, gradients, optimizer state, features and pool are counted exactly. Activations are estimates (marked so): one
 layer of the target at a time; every layer of the drafter, whose activations live until the backward pass.
@@ -70,7 +70,7 @@ def drafter_bytes(facts: TargetFacts, spec: DrafterSpec, settings: Settings, loa
 
 
 def evaluator_bytes(weights: int, spec: DrafterSpec, settings: Settings) -> dict[str, int]:
-    """Bytes of the device that decodes while training goes on, caches left out; empty without one."""
+    """Bytes of the device that decodes while training continues, without caches; empty without one."""
     if settings.evaluate.device is None:
         return {}
     width = settings_bytes(settings.evaluate.dtype)
@@ -96,7 +96,7 @@ def settings_bytes(dtype: str) -> int:
 
 
 def shared_memory() -> int | None:
-    """Free bytes where shared memory lies; None where the system has no such place."""
+    """Free bytes of shared memory; None where the system has none."""
     place = Path("/dev/shm")
     if not place.is_dir():
         return None

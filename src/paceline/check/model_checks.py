@@ -23,31 +23,31 @@ PROMPTS, NEW_TOKENS = 4, 32
 """Prompts that are decoded, and the longest answer."""
 
 
-def check_target(bench: CheckContext) -> CheckResult:
+def check_target(context: CheckContext) -> CheckResult:
     """The target loads, and what the drafter shares with it are numbers."""
-    target = bench.target
+    target = context.target
     for name, rows in (("embedding", target.embedding), ("head", target.head)):
         if len(bad := (~torch.isfinite(rows.sum(dim=1, dtype=torch.float32))).nonzero().flatten()):
             detail = f"{len(bad)} rows of its {name}, the first {int(bad[0])}, are not finite"
             return CheckResult("target", "fail", detail, "fetch its weights again, or use a wider target.dtype")
     parameters = sum(p.numel() for p in target.model.parameters())
-    held = weights_bytes(bench)
+    held = weights_bytes(context)
     detail = (
-        f"{bench.facts.architecture}, {parameters / 1e6:,.1f} M parameters, {size(held)} in "
-        f"{str(target.dtype).removeprefix('torch.')} on {target.device}, loaded in {duration(bench.load_seconds)}"
+        f"{context.facts.architecture}, {parameters / 1e6:,.1f} M parameters, {size(held)} in "
+        f"{str(target.dtype).removeprefix('torch.')} on {target.device}, loaded in {duration(context.load_seconds)}"
     )
     return CheckResult("target", "pass", detail, figures={"parameters": parameters, "bytes": held})
 
 
-def weights_bytes(bench: CheckContext) -> int:
+def weights_bytes(context: CheckContext) -> int:
     """Bytes of the loaded target's parameters and buffers."""
-    model = bench.target.model
+    model = context.target.model
     return sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers()))
 
 
-def check_taps(bench: CheckContext) -> CheckResult:
+def check_taps(context: CheckContext) -> CheckResult:
     """The tap guard on a small real batch."""
-    found = guard_first_batch(bench.target, bench.few)
+    found = guard_first_batch(context.target, context.few)
     rms = {entry.layer: entry.rms for entry in found}
     error = max(entry.batch_error or 0.0 for entry in found)
     change = min(entry.shift_change or 0.0 for entry in found)
@@ -69,18 +69,18 @@ class Overfit:
     seconds: float
 
 
-def check_overfit(bench: CheckContext) -> CheckResult:
-    """A new drafter learns a few samples by heart, with the run's own objective and optimizer."""
-    found = overfit(bench)
+def check_overfit(context: CheckContext) -> CheckResult:
+    """A new drafter memorizes a few samples, with the run's own objective and optimizer."""
+    found = overfit(context)
     detail = (
-        f"{len(bench.few.host.lengths)} samples: loss {found.first:.3f} to {found.last:.3f}, {found.accuracy:.1%} of "
+        f"{len(context.few.host.lengths)} samples: loss {found.first:.3f} to {found.last:.3f}, {found.accuracy:.1%} of "
         f"the drafts right after {found.steps} steps ({duration(found.seconds)})"
     )
     figures = {"first": found.first, "last": found.last, "accuracy": found.accuracy, "steps": found.steps}
     if found.accuracy >= LEARNT:
         return CheckResult("overfit", "pass", detail, figures=figures)
-    if found.steps < bench.limits.steps and found.last < found.first:
-        advice = f"it ran out of its {duration(bench.limits.seconds)} while the loss fell; give --seconds more"
+    if found.steps < context.limits.steps and found.last < found.first:
+        advice = f"it ran out of its {duration(context.limits.seconds)} while the loss fell; give --seconds more"
         return CheckResult("overfit", "warn", detail, advice, figures)
     if found.accuracy >= LEARNING or found.last < 0.5 * found.first:
         advice = "it learns, slowly; try another optimizer.lr (its schedule is squeezed into these steps)"
@@ -89,17 +89,17 @@ def check_overfit(bench: CheckContext) -> CheckResult:
     return CheckResult("overfit", "fail", detail, advice, figures)
 
 
-def overfit(bench: CheckContext) -> Overfit:
+def overfit(context: CheckContext) -> Overfit:
     """Train on the same small batch until it is learnt, the steps are done, or the time is up."""
-    learner, began = bench.learner, time.perf_counter()
+    learner, began = context.learner, time.perf_counter()
     losses: list[float] = []
     accuracy = 0.0
-    while len(losses) < bench.limits.steps:
-        learner.accumulate(bench.few)
+    while len(losses) < context.limits.steps:
+        learner.accumulate(context.few)
         report = learner.step(PlannedStep(len(losses) + 1, 0, len(losses), range(0), save=False))
         losses.append(report.loss.value)
         accuracy = report.ratios["accuracy/all"].value
-        if accuracy >= 0.99 or time.perf_counter() - began > bench.limits.seconds:
+        if accuracy >= 0.99 or time.perf_counter() - began > context.limits.seconds:
             break
     return Overfit(losses[0], losses[-1], accuracy, len(losses), time.perf_counter() - began)
 
@@ -112,7 +112,7 @@ class _Prompt:
 
 
 @torch.no_grad()
-def session_error(bench: CheckContext) -> float:
+def session_error(context: CheckContext) -> float:
     """Largest relative difference, over tokens and taps, between the states that decoding sees and those of training.
 
     A sample is read in two pieces, with wrong tokens read and taken back between them, as rejected drafts are. In 16
@@ -121,7 +121,7 @@ def session_error(bench: CheckContext) -> float:
     Raises:
         TargetError: the target's logits are not finite.
     """
-    target, host = bench.target, bench.few.host
+    target, host = context.target, context.few.host
     place = int(host.lengths.argmax())
     length, start = int(host.lengths[place]), int(host.lengths[:place].sum())
     ids = torch.as_tensor(host.ids[place, :length], device=target.device)
@@ -135,7 +135,7 @@ def session_error(bench: CheckContext) -> float:
     session.read(ids[:middle].flip(0)[:8])
     session.rewind(middle)
     _, second = session.read(ids[middle:])
-    trained = bench.few.features[start : start + length]
+    trained = context.few.features[start : start + length]
     errors = []
     for one, other in zip(
         torch.cat([first, second]).chunk(len(target.taps), 1), trained.chunk(len(target.taps), 1), strict=True
@@ -145,25 +145,25 @@ def session_error(bench: CheckContext) -> float:
     return float(torch.stack(errors).max())
 
 
-def check_decode(bench: CheckContext) -> CheckResult:
+def check_decode(context: CheckContext) -> CheckResult:
     """Real decoding with the overfitted drafter: the target's own answers, and the drafts of the training forward."""
-    error = session_error(bench)
-    if not error <= TOLERANCE[bench.target.dtype]:
+    error = session_error(context)
+    if not error <= TOLERANCE[context.target.dtype]:
         detail = f"decoding sees other states than training: relative difference {error:.2g}"
         advice = "the target's cache does not give what its plain forward gives; acceptance will not follow training"
         return CheckResult("decoding", "fail", detail, advice, {"state_error": error})
     prompts = []
     for row, (ids, mask) in zip(
-        bench.few.host.planned.rows, bench.material.store.read(bench.few.host.planned.rows), strict=True
+        context.few.host.planned.rows, context.material.store.read(context.few.host.planned.rows), strict=True
     ):
         start = int(mask.argmax())
         if start:
-            prompts.append(_Prompt(bench.material.store.origin(int(row)), [int(token) for token in ids[:start]]))
+            prompts.append(_Prompt(context.material.store.origin(int(row)), [int(token) for token in ids[:start]]))
     if not prompts:
         return CheckResult("decoding", "skipped", "every sample begins with supervised text; there are no prompts")
-    network = bench.learner.network.to(bench.target.device).eval()
+    network = context.learner.network.to(context.target.device).eval()
     settings = EvaluateConfig(num_prompts=PROMPTS, max_new_tokens=NEW_TOKENS)
-    report = evaluate(bench.target, network, prompts, settings)
+    report = evaluate(context.target, network, prompts, settings)
     lossless = report.lossless
     assert lossless is not None, "asked for"
     agrees = {None: "not compared with", True: "agrees with", False: "differs from"}[report.training_agrees]
@@ -181,7 +181,7 @@ def check_decode(bench: CheckContext) -> CheckResult:
         advice = "speculative and plain decoding differ by more than rounding; do not serve this pair"
         return CheckResult("decoding", "fail", detail, advice, figures)
     if report.training_agrees is False:
-        exact = bench.target.dtype in (torch.float32, torch.float64)
+        exact = context.target.dtype in (torch.float32, torch.float64)
         advice = (
             "the decode loop does not see what training sees; acceptance will not follow training"
             if exact

@@ -23,22 +23,22 @@ from paceline.run.build import check_support
 from paceline.run.warm_start import check_init
 
 
-def check_settings(bench: CheckContext) -> CheckResult:
+def check_settings(context: CheckContext) -> CheckResult:
     """Devices and combinations of settings; the run directory, whether it is this run's or free."""
-    check_support(bench.settings)
-    flow, run_dir = bench.settings.flow, Path(bench.settings.run_dir)
-    run_directory.check_run(bench.settings)
+    check_support(context.settings)
+    flow, run_dir = context.settings.flow, Path(context.settings.run_dir)
+    run_directory.check_run(context.settings)
     run_directory.check_writable(run_dir)
     detail = f"{flow.mode}: {flow.target_devices} → {flow.drafter_devices}"
     if run_directory.is_run_directory(run_dir):
-        detail += f"; goes on with the run there, at step {max(steps(run_dir), default=0)}"
+        detail += f"; resumes the run there, at step {max(steps(run_dir), default=0)}"
     return CheckResult("settings", "pass", detail)
 
 
-def check_drafter(bench: CheckContext) -> CheckResult:
+def check_drafter(context: CheckContext) -> CheckResult:
     """Configuration of the target, taps and drafter, from files alone."""
-    facts, taps, spec = bench.resolved
-    settings, run_dir = bench.settings, Path(bench.settings.run_dir)
+    facts, taps, spec = context.resolved
+    settings, run_dir = context.settings, Path(context.settings.run_dir)
     run_directory.check_run(settings, {"drafter": spec.to_dict(), "target": dict(facts.identity)})
     if settings.drafter.init is not None and not steps(run_dir):
         check_init(settings.drafter.init, spec, settings.target.path)
@@ -68,35 +68,37 @@ CHECKS: dict[str, tuple[Callable[[CheckContext], CheckResult], tuple[str, ...]]]
 
 
 def preflight(
-    settings: Settings, limits: CheckLimits, hear: Callable[[str, CheckResult | None], None]
+    settings: Settings, limits: CheckLimits, report: Callable[[str, CheckResult | None], None]
 ) -> list[CheckResult]:
     """Run all checks of a run.
 
     Args:
         settings: of the run.
         limits: how much is done.
-        hear: told the name of each check when it begins, and its finding when it ends.
+        report: called with the name of each check when it begins, and with its result when it ends.
 
     Returns:
-        A finding for each check, in order. Nothing of the run is written: what has to be made lies in a scratch folder.
+        A result for each check, in order. Nothing of the run is written: what has to be made is in a scratch folder.
     """
     torch.set_num_threads(settings.flow.threads)
-    findings: dict[str, CheckResult] = {}
+    results: dict[str, CheckResult] = {}
     with tempfile.TemporaryDirectory(prefix="paceline-check-") as folder:
-        bench = CheckContext(settings, Path(folder), limits)
+        context = CheckContext(settings, Path(folder), limits)
         for name, (check, needs) in CHECKS.items():
-            hear(name, None)
+            report(name, None)
             began = time.perf_counter()
-            broken = [need for need in needs if findings[need].status in ("fail", "skipped")]
-            finding = CheckResult(name, "skipped", f"needs {', '.join(broken)}") if broken else _run(name, check, bench)
-            findings[name] = replace(finding, seconds=time.perf_counter() - began)
-            hear(name, findings[name])
-    return list(findings.values())
+            broken = [need for need in needs if results[need].status in ("fail", "skipped")]
+            result = (
+                CheckResult(name, "skipped", f"needs {', '.join(broken)}") if broken else _run(name, check, context)
+            )
+            results[name] = replace(result, seconds=time.perf_counter() - began)
+            report(name, results[name])
+    return list(results.values())
 
 
-def _run(name: str, check: Callable[[CheckContext], CheckResult], bench: CheckContext) -> CheckResult:
+def _run(name: str, check: Callable[[CheckContext], CheckResult], context: CheckContext) -> CheckResult:
     try:
-        return check(bench)
+        return check(context)
     except PacelineError as error:
         return CheckResult(name, "fail", "; ".join(error.errors))
     except torch.OutOfMemoryError as error:

@@ -27,64 +27,64 @@ TIMED = (25, 50, 75)
 """Percentiles of the padded tokens at which batches are timed."""
 
 
-def largest(bench: CheckContext) -> list[int]:
+def largest(context: CheckContext) -> list[int]:
     """Places of the batches with most padded tokens and with most draft positions."""
-    padded = [batch.padded_tokens for batch in bench.batches]
-    positions = [batch.draft_positions for batch in bench.batches]
+    padded = [batch.padded_tokens for batch in context.batches]
+    positions = [batch.draft_positions for batch in context.batches]
     return list(dict.fromkeys([int(np.argmax(padded)), int(np.argmax(positions))]))
 
 
-def check_plan(bench: CheckContext) -> CheckResult:
+def check_plan(context: CheckContext) -> CheckResult:
     """The epoch in figures."""
-    plan, share = bench.plan, bench.material.share
-    padded = sum(batch.padded_tokens for batch in bench.batches)
-    real = sum(batch.real_tokens for batch in bench.batches)
-    about = "" if bench.material.whole else f" (of about {share:.2%} of the rows)"
+    plan, share = context.plan, context.material.share
+    padded = sum(batch.padded_tokens for batch in context.batches)
+    real = sum(batch.real_tokens for batch in context.batches)
+    about = "" if context.material.whole else f" (of about {share:.2%} of the rows)"
     detail = (
         f"{plan.num_samples:,} samples in {plan.num_batches:,} micro-batches and {plan.num_windows:,} steps an epoch, "
         f"{real / padded:.1%} of the padded tokens real{about}"
     )
     figures = {"batches": plan.num_batches, "windows": plan.num_windows, "efficiency": real / padded, "share": share}
-    if bench.material.whole:
+    if context.material.whole:
         return CheckResult("plan", "pass", detail, figures=figures)
     advice = "`paceline prepare` and `paceline plan` show the whole epoch"
     return CheckResult("plan", "pass", detail, advice, figures)
 
 
-def train_once(bench: CheckContext, learner: Learner, index: int, step: int) -> tuple[float, float, FeatureBatch]:
+def train_once(context: CheckContext, learner: Learner, index: int, step: int) -> tuple[float, float, FeatureBatch]:
     """Seconds of the target's and of the drafter's work on one batch of the plan, optimizer step included."""
-    anchors = bench.settings.drafter.num_anchors
-    host = collated(bench.batches[index], bench.material.store, bench.facts, bench.settings.seed, anchors)
-    bench.wait()
+    anchors = context.settings.drafter.num_anchors
+    host = collated(context.batches[index], context.material.store, context.facts, context.settings.seed, anchors)
+    context.wait()
     began = time.perf_counter()
-    features = bench.target.features(host, with_last=bench.settings.objective.needs_teacher)
-    bench.wait()
+    features = context.target.features(host, with_last=context.settings.objective.needs_teacher)
+    context.wait()
     middle = time.perf_counter()
     learner.accumulate(features)
     learner.step(PlannedStep(step, 0, 0, range(0), save=False))
-    bench.wait()
+    context.wait()
     return middle - began, time.perf_counter() - middle, features
 
 
-def check_memory(bench: CheckContext) -> CheckResult:
+def check_memory(context: CheckContext) -> CheckResult:
     """The bytes that the run needs against the devices, and the largest planned batch run for real."""
-    settings, places = bench.settings, largest(bench)
-    batches = [bench.batches[index] for index in places]
+    settings, places = context.settings, largest(context)
+    batches = [context.batches[index] for index in places]
     load = memory_budget.Load(
         max(batch.real_tokens for batch in batches),
         max(batch.padded_tokens for batch in batches),
         max(batch.draft_positions for batch in batches),
     )
-    target = memory_budget.target_bytes(weights_bytes(bench), bench.facts, bench.spec, settings, load)
-    drafter = memory_budget.drafter_bytes(bench.facts, bench.spec, settings, load)
-    pool = memory_budget.pool_bytes(bench.facts, bench.spec, settings, load)
-    evaluator = memory_budget.evaluator_bytes(weights_bytes(bench), bench.spec, settings)
+    target = memory_budget.target_bytes(weights_bytes(context), context.facts, context.spec, settings, load)
+    drafter = memory_budget.drafter_bytes(context.facts, context.spec, settings, load)
+    pool = memory_budget.pool_bytes(context.facts, context.spec, settings, load)
+    evaluator = memory_budget.evaluator_bytes(weights_bytes(context), context.spec, settings)
     figures: dict[str, Any] = {"target": target, "drafter": drafter, "evaluator": evaluator, "pool": pool}
-    bench.__dict__.pop("learner", None)
-    learner = bench.new_learner(max(2, len(places)))
+    context.__dict__.pop("learner", None)
+    learner = context.new_learner(max(2, len(places)))
     try:
         for step, index in enumerate(places, start=1):
-            train_once(bench, learner, index, step)
+            train_once(context, learner, index, step)
     except torch.OutOfMemoryError:
         advice = (
             f"target: {_parts(target)}; drafter: {_parts(drafter)}; lower plan.token_budget for the target, "
@@ -93,7 +93,7 @@ def check_memory(bench: CheckContext) -> CheckResult:
         detail = f"the largest batch ({load.padded:,} padded tokens, {load.positions:,} draft positions) does not fit"
         return CheckResult("memory", "fail", detail, advice, figures)
     planned = memory_budget.by_device(settings, target, drafter, evaluator)
-    measured = _peaks(bench)
+    measured = _peaks(context)
     figures |= {"planned": planned, "measured": measured}
     detail = (
         f"largest batch ran ({load.padded:,} padded tokens, {load.positions:,} draft positions); "
@@ -118,9 +118,9 @@ def _parts(needed: dict[str, int]) -> str:
     return ", ".join(f"{name} {size(held)}" for name, held in needed.items())
 
 
-def _peaks(bench: CheckContext) -> dict[str, int]:
+def _peaks(context: CheckContext) -> dict[str, int]:
     """Most bytes held, by device; this process's resident memory for the CPU."""
-    flow = bench.settings.flow
+    flow = context.settings.flow
     names = (*devices_of(flow.target_devices[0]), flow.drafter_devices[0])
     peaks = {name: peak_allocated_bytes(name) for name in names if name.startswith("cuda")}
     if not all(name.startswith("cuda") for name in names):
@@ -128,34 +128,34 @@ def _peaks(bench: CheckContext) -> dict[str, int]:
     return peaks
 
 
-def check_time(bench: CheckContext) -> CheckResult:
+def check_time(context: CheckContext) -> CheckResult:
     """Time of the whole run from a few timed batches."""
-    plan, settings = bench.plan, bench.settings
-    order = np.argsort([batch.padded_tokens for batch in bench.batches], kind="stable")
+    plan, settings = context.plan, context.settings
+    order = np.argsort([batch.padded_tokens for batch in context.batches], kind="stable")
     places = list(dict.fromkeys(int(order[int(q / 100 * (len(order) - 1))]) for q in TIMED))
-    learner = bench.new_learner(len(places) + 1)
-    train_once(bench, learner, places[0], 1)
+    learner = context.new_learner(len(places) + 1)
+    train_once(context, learner, places[0], 1)
     target_s = drafter_s = 0.0
     tokens = positions = 0
     for step, index in enumerate(places, start=2):
-        ours, theirs, features = train_once(bench, learner, index, step)
+        ours, theirs, features = train_once(context, learner, index, step)
         target_s, drafter_s = target_s + ours, drafter_s + theirs
         tokens += int(features.host.lengths.sum())
         positions += features.host.planned.draft_positions
-    steps = settings.train.epochs * plan.num_windows / bench.material.share
+    steps = settings.train.epochs * plan.num_windows / context.material.share
     part = min(1.0, (settings.train.max_steps or steps) / steps)
-    epochs = settings.train.epochs * part / bench.material.share
-    real = epochs * sum(batch.real_tokens for batch in bench.batches)
-    drafted = epochs * sum(batch.draft_positions for batch in bench.batches)
-    bench.target_s, bench.drafter_s = target_s / tokens * real, drafter_s / positions * drafted
+    epochs = settings.train.epochs * part / context.material.share
+    real = epochs * sum(batch.real_tokens for batch in context.batches)
+    drafted = epochs * sum(batch.draft_positions for batch in context.batches)
+    context.target_s, context.drafter_s = target_s / tokens * real, drafter_s / positions * drafted
     flow = settings.flow
     apart = flow.mode == "pipeline" and not memory_budget.overlapping(
         flow.target_devices, flow.drafter_devices, flow.threads
     )
     targets, drafters = len(flow.target_devices), len(flow.drafter_devices)
-    seconds = bench.target_s / targets + bench.drafter_s / drafters
+    seconds = context.target_s / targets + context.drafter_s / drafters
     if apart:
-        seconds = memory_budget.wall_seconds(targets, drafters, bench.target_s, bench.drafter_s)
+        seconds = memory_budget.wall_seconds(targets, drafters, context.target_s, context.drafter_s)
     spread = {device for worker in flow.target_devices for device in devices_of(worker)}
     devices = len({*spread, *flow.drafter_devices})
     figures = {
@@ -168,26 +168,26 @@ def check_time(bench: CheckContext) -> CheckResult:
         f"about {duration(seconds)}: target {tokens / target_s:,.0f} tokens/s, drafter {positions / drafter_s:,.0f} "
         f"positions/s a device, {real:,.0f} tokens; {devices * seconds / 3600:.2f} device hours"
     )
-    if bench.limits.price is not None:
-        figures["cost"] = devices * seconds / 3600 * bench.limits.price
+    if context.limits.price is not None:
+        figures["cost"] = devices * seconds / 3600 * context.limits.price
         detail += f", cost {figures['cost']:,.2f}"
-    if not bench.material.whole:
-        detail += "; reckoned from some rows"
+    if not context.material.whole:
+        detail += "; estimated from some rows"
     return CheckResult("time", "pass", detail, figures=figures)
 
 
-def check_split(bench: CheckContext) -> CheckResult:
+def check_split(context: CheckContext) -> CheckResult:
     """Whether the devices are split between the roles as their work is."""
-    flow = bench.settings.flow
+    flow = context.settings.flow
     targets, drafters = len(flow.target_devices), len(flow.drafter_devices)
-    share = bench.target_s / (bench.target_s + bench.drafter_s)
+    share = context.target_s / (context.target_s + context.drafter_s)
     if flow.mode == "inline" or memory_budget.overlapping(flow.target_devices, flow.drafter_devices, flow.threads):
         detail = f"the target does {share:.0%} of the work; both roles take turns on the same processors"
         return CheckResult("split", "pass", detail, figures={"target_share": share})
-    ours = memory_budget.wall_seconds(targets, drafters, bench.target_s, bench.drafter_s)
+    ours = memory_budget.wall_seconds(targets, drafters, context.target_s, context.drafter_s)
     per_target = len(devices_of(flow.target_devices[0]))
-    best = memory_budget.best_split(targets * per_target + drafters, bench.target_s, bench.drafter_s, per_target)
-    slower = "target" if bench.target_s / targets > bench.drafter_s / drafters else "drafter"
+    best = memory_budget.best_split(targets * per_target + drafters, context.target_s, context.drafter_s, per_target)
+    slower = "target" if context.target_s / targets > context.drafter_s / drafters else "drafter"
     detail = f"{targets} target, {drafters} drafter; the {slower} stage will be the bottleneck"
     figures = {"target_share": share, "best_targets": best.targets, "best_drafters": best.drafters}
     if ours <= CLOSE * best.seconds:

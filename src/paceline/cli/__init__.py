@@ -12,7 +12,7 @@ COMMANDS = {
     "regenerate": "answers to prompts by the target itself",
     "plan": "dry run: buckets, padding, windows",
     "check": "pre-flight of one run: target, data, memory, time; each line passes, warns or fails",
-    "train": "train a drafter, or go on where a run stopped",
+    "train": "train a drafter, or resume a run",
     "evaluate": "decode held-out prompts speculatively and measure acceptance length",
     "export": "drafter folder for SGLang, vLLM and z-lab dflash",
     "report": "one HTML file that explains a run",

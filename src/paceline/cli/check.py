@@ -42,7 +42,7 @@ class Arguments:
     price: float | None = None
     """Of one device for one hour; shows what the run will cost."""
     json: bool = False
-    """Print the findings as JSON on standard output."""
+    """Print the results as JSON on standard output."""
 
 
 def run(argv: Sequence[str]) -> int:
@@ -65,36 +65,34 @@ def run(argv: Sequence[str]) -> int:
     limits = CheckLimits(rows=arguments.rows, seconds=arguments.seconds, price=arguments.price)
     with command.stderr.status("checking") as status:
 
-        def hear(name: str, finding: CheckResult | None) -> None:
+        def report(name: str, result: CheckResult | None) -> None:
             status.update(f"checking {name}")
-            if finding is not None and not arguments.json:
-                command.stdout.print(draw(finding))
+            if result is not None and not arguments.json:
+                command.stdout.print(draw(result))
 
-        findings = preflight(settings, limits, hear)
-    failed = sum(finding.status == "fail" for finding in findings)
+        results = preflight(settings, limits, report)
+    failed = sum(result.status == "fail" for result in results)
     if arguments.json:
-        command.write_json([finding.to_json() for finding in findings])
+        command.write_json([result.to_json() for result in results])
     else:
-        command.stdout.print(_summary(findings))
+        command.stdout.print(_summary(results))
     return 1 if failed else 0
 
 
-def draw(finding: CheckResult) -> Text:
-    """A finding as a line or two."""
+def draw(result: CheckResult) -> Text:
+    """A result as a line or two."""
     text = Text()
-    text.append(f"{finding.status:<8}", style=STYLES[finding.status])
-    text.append(f"{finding.name:<11}", style="bold")
-    text.append(finding.detail)
-    if finding.advice:
-        text.append(
-            f"\n{'':<19}→ {finding.advice}", style=STYLES[finding.status] if finding.status != "pass" else "dim"
-        )
+    text.append(f"{result.status:<8}", style=STYLES[result.status])
+    text.append(f"{result.name:<11}", style="bold")
+    text.append(result.detail)
+    if result.advice:
+        text.append(f"\n{'':<19}→ {result.advice}", style=STYLES[result.status] if result.status != "pass" else "dim")
     return text
 
 
-def _summary(findings: Sequence[CheckResult]) -> str:
-    counts = {status: sum(finding.status == status for finding in findings) for status in STYLES}
-    seconds = sum(finding.seconds for finding in findings)
+def _summary(results: Sequence[CheckResult]) -> str:
+    counts = {status: sum(result.status == status for result in results) for status in STYLES}
+    seconds = sum(result.seconds for result in results)
     said = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
-    after = "mend what fails first" if counts["fail"] else "next: paceline train"
+    after = "fix what fails first" if counts["fail"] else "next: paceline train"
     return f"\n{said} in {seconds:.0f} s; {after}"

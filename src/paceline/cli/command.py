@@ -111,7 +111,7 @@ def guarded(command: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int
             show_error(line)
         return error.exit_code
     except KeyboardInterrupt:
-        stderr.print("[bold yellow]interrupted[/]; what was finished is kept, run the same command to go on")
+        stderr.print("[bold yellow]interrupted[/]; what was finished is kept; run the same command to resume")
         return 130
     except BrokenPipeError:
         sys.stderr.close()
@@ -119,7 +119,7 @@ def guarded(command: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int
     except OSError as error:
         # Disks, permissions, networks: errors of the place, not of the code.
         where, what = error.filename or "input or output", error.strerror or error
-        show_error(f"{where}: {what}; mend it and run the command again")
+        show_error(f"{where}: {what}; fix that, then run the command again")
         return 1
 
 

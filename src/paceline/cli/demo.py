@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 DESCRIPTION = """The whole path on an embedded small target and its own chats, on the CPU in a few minutes:
 prepare, plan, train through the process pipeline, evaluate, export, report.
 
-A demo that was interrupted goes on where it stopped.
+A demo that was interrupted resumes from its newest checkpoint.
 
 Example: paceline demo --run-dir runs/demo --seed 1
 """
@@ -63,7 +63,7 @@ def _walk(settings: Settings) -> int:
     show_run(composition)
     outcome = train(composition, notice=command.notice, console=command.stderr)
     if outcome.stopped:
-        command.stderr.print(f"stopped at step {outcome.step}; go on with: paceline demo --run-dir {settings.run_dir}")
+        command.stderr.print(f"stopped at step {outcome.step}; resume with: paceline demo --run-dir {settings.run_dir}")
         return 0
 
     _headline(4, "evaluate", "held-out prompts, decoded speculatively and checked against the target's own answers")

@@ -1,4 +1,4 @@
-"""`paceline train`: train a drafter, or go on where a run stopped."""
+"""`paceline train`: train a drafter, or resume a run."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from paceline.run.build import Run
     from paceline.train import Outcome
 
-DESCRIPTION = """Train a drafter, or go on where a run stopped.
+DESCRIPTION = """Train a drafter, or resume a run.
 
 The chats named in data.train are prepared first where that has not been done. The run directory then holds all there
-is to know about the run; starting again with it, or with the same settings, goes on from its newest checkpoint.
+is to know about the run; starting again with it, or with the same settings, resumes from its newest checkpoint.
 
 Examples:
   paceline train run.yaml
@@ -37,7 +37,7 @@ class Arguments:
     """What to train."""
 
     run: Annotated[Path, tyro.conf.Positional]
-    """Settings file of a new run, or the directory of a run to go on with."""
+    """Settings file of a new run, or the directory of a run to resume."""
     profile: tuple[int, int] | None = None
     """First and last step to watch with torch's profiler; short for --observe.profile-steps."""
     json: bool = False
@@ -92,7 +92,7 @@ def train_run(settings: Settings) -> Outcome:
     if outcome.stopped:
         command.stderr.print(
             f"stopped at step {outcome.step} of {outcome.total_steps}, checkpoint written; "
-            f"go on with: paceline train {where}"
+            f"resume with: paceline train {where}"
         )
     else:
         command.stderr.print(f"trained {outcome.step} steps; next: paceline evaluate {where}")
@@ -100,7 +100,7 @@ def train_run(settings: Settings) -> Outcome:
 
 
 def ready_store(settings: Settings) -> None:
-    """Prepare the chats of a new run; check the store of one that goes on."""
+    """Prepare the chats of a new run; check the store of one that resumes."""
     from paceline.cli.prepare import prepare_heldout, prepare_run, render, use_of
     from paceline.data.holdout import heldout_files
     from paceline.data.prepare import check_store, other_target

@@ -40,7 +40,7 @@ class TargetSession:
         by_token: whether new tokens are read one by one behind cached ones; None: where the target needs it.
 
     Raises:
-        TargetError: the target cannot go on from its cache; see `reads_blocks`.
+        TargetError: the target cannot continue from its cache; see `reads_blocks`.
     """
 
     def __init__(self, target: TargetModel, *, forgets: bool = True, by_token: bool | None = None) -> None:

@@ -1,7 +1,7 @@
 """The most probable tokens of a block's slots with their log-probabilities, read from whole rows of logits.
 
 A tree of N nodes needs the N most probable tokens of a slot at most, and of most slots far fewer. On a CPU the first
-few are found at once and the others of a slot when they are asked for: the w largest logits lie in the w chunks of the
+few are found at once and the others of a slot when they are asked for: the w largest logits are in the w chunks of the
 largest maxima, so that after one pass over the rows only those chunks are searched. Elsewhere one transfer brings all.
 
 Shape letters: M drafts, V vocabulary, C chunks.

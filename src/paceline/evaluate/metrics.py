@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from paceline.decode.answers import Pass
 
 CONTEXT_EDGES = (256, 1024, 4096, 16384, 65536)
-"""Upper ends, in tokens, of the context lengths that are told apart; the last class is open."""
+"""Upper ends, in tokens, of the classes of context length; the last class is open."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,8 @@ from paceline.text import size
 class PromptRow:
     """One prompt of the report.
 
-    ``accepted`` lists accepted drafts per target pass; ``pieces`` is the answer's text token by token (the ids in words
-    where nobody decoded them): the target's own first token, then each pass's accepted drafts and its own token.
+    ``accepted`` lists accepted drafts per target pass; ``pieces`` is the answer's text token by token (the ids as words
+    where there is no tokenizer): the target's own first token, then each pass's accepted drafts and its own token.
     """
 
     id: str
