@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from paceline.config import DrafterConfig, TargetConfig
-from paceline.data.chat_template import Encoder
+from paceline.data.encoder import Encoder
 from paceline.data.tokenizer import end_token_ids, load_tokenizer
 from paceline.drafter.spec import derive_spec
 from paceline.errors import TargetError

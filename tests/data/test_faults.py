@@ -14,7 +14,8 @@ import pytest
 
 import template_families as families
 from paceline.config import DataConfig
-from paceline.data.chat_template import Encoder, Renderer
+from paceline.data.chat_template import Renderer
+from paceline.data.encoder import Encoder
 from paceline.data.loss_mask import samples_of
 from paceline.data.prepare import prepare
 from paceline.data.readers import find_files
@@ -97,19 +98,16 @@ CALLING = replace(
 )
 
 
-def test_an_answer_before_calls_is_placed_exactly_or_set_aside(family_folder: Folder) -> None:
-    folder = family_folder(CALLING)
-    told = supervised(chat("Hi", "It is here.", [call(a=1)], reasoning_content="greet"), folder)
-    assert told == ['greet\n</think>\n\nIt is here.<call>{"name": "add", "arguments": {"a": 1}}<|stop|>']
-    for answer in ("a", "call", "asks"):
-        found = reason(chat("Hi", answer, [call(a=1)], reasoning_content="greet"), folder)
-        assert found == ("not_continued", "turn 1: the answer cannot be placed in what the template wrote")
+@pytest.mark.parametrize("answer", ["It is here.", "a", "call", "asks", ""])
+def test_an_answer_before_calls_is_placed_exactly(answer: str, family_folder: Folder) -> None:
+    found = supervised(chat("Hi", answer, [call(a=1)], reasoning_content="greet"), family_folder(CALLING))
+    assert found == [f'greet\n</think>\n\n{answer}<call>{{"name": "add", "arguments": {{"a": 1}}}}<|stop|>']
 
 
 @pytest.mark.parametrize("answer", ["", "I look it up."])
 def test_calls_that_the_template_leaves_out_are_no_answer(answer: str, family_folder: Folder) -> None:
     found = reason(chat("Hi", answer, [call(a=1)]), family_folder(families.CHATML))
-    assert found == ("calls_not_written", "turn 1: the chat template does not render tool calls")
+    assert found[0] == "not_written" and "turn 1: the chat template does not write call 1 of 1 (add)" in found[1]
 
 
 def test_nulls_of_other_rows_do_not_reach_the_template(

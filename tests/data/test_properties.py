@@ -11,7 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import template_families as families
-from paceline.data.chat_template import Encoder, Renderer
+from paceline.data.chat_template import Renderer
+from paceline.data.encoder import Encoder
 from paceline.data.loss_mask import mask_of, samples_of, spans_of
 from paceline.data.rows import Conversation
 from paceline.data.tokenizer import load_tokenizer

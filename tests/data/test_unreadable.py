@@ -14,7 +14,8 @@ import template_families as families
 from paceline.cli import main
 from paceline.config import DataConfig
 from paceline.data import prepare as preparing
-from paceline.data.chat_template import Encoder, Renderer
+from paceline.data.chat_template import Renderer
+from paceline.data.encoder import Encoder
 from paceline.data.loss_mask import samples_of
 from paceline.data.prepare import prepare
 from paceline.data.rows import Conversation, read_row

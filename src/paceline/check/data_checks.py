@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -68,6 +70,7 @@ def check_template(context: CheckContext) -> CheckResult:
             settings.target.path,
             None,
             thinking=settings.data.thinking,
+            switches=settings.data.template_switches,
             trust_remote_code=settings.target.trust_remote_code,
         )
     except DataError:
@@ -76,6 +79,7 @@ def check_template(context: CheckContext) -> CheckResult:
     for row in range(len(material.sample)):
         samples.setdefault(Path(material.sample.origin(row)).name, []).append(row)
     compared, equal, first = 0, 0, ""
+    switched: Counter[str] = Counter()
     for prompt in prompts:
         rows = samples.get(Path(prompt.id).name, [])
         if not rows:
@@ -83,14 +87,22 @@ def check_template(context: CheckContext) -> CheckResult:
         compared += 1
         if any(_continues(np.asarray(prompt.ids), *pair) for pair in material.sample.read(rows)):
             equal += 1
+            switched.update(f"{name}={json.dumps(value)}" for name, value in prompt.variables.items())
         else:
             first = first or _origin(context, prompt.id)
     if not compared:
         return CheckResult("template", "skipped", "no usable row has a question before its last answer")
     detail = f"{equal} of {compared} answers continue the prompt that a server renders, token for token"
-    figures = {"compared": compared, "equal": equal}
-    if equal == compared:
+    detail += "".join(f"; {count} with {variable}" for variable, count in switched.items())
+    figures = {"compared": compared, "equal": equal, "switched": dict(switched)}
+    if equal == compared and not switched:
         return CheckResult("template", "pass", detail, figures=figures)
+    if equal == compared:
+        advice = (
+            f"servers send these prompts only with {' or '.join(switched)} in chat_template_kwargs; serve so, or set "
+            "data.thinking or data.template_switches to what you serve"
+        )
+        return CheckResult("template", "warn", detail, advice, figures)
     advice = (
         f"first other: {first}; the drafter would learn behind another prompt than servers send (thinking switch, "
         "tools or system text); set data.thinking as you serve, and look with `paceline prepare --show 2`"

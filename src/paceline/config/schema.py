@@ -87,7 +87,14 @@ class DataConfig(Section):
     """Samples that share four fifths of their token 5-grams with an earlier one: leave out, or keep and count. They are
     not looked for where `duplicates` are kept too."""
     thinking: Literal["auto", "on", "off"] = "auto"
-    """The template's `enable_thinking`. auto: the generation prompt that each answer continues."""
+    """The template's switch for thinking, whatever its name. auto: on for chats whose answers hold thoughts, off for
+    the others."""
+    template_switches: dict[str, Any] = {}
+    """Variables of the chat template for every chat, as the server that will use the drafter sets them; for example
+    reasoning_effort: high."""
+    on_not_written: Literal["drop", "text"] = "drop"
+    """Where the chat template does not write a thought or a call of an answer: leave the chat out, or learn the text of
+    its answers alone."""
     workers: int = Field(default=1, ge=1)
     """Processes that tokenize."""
 

@@ -1,23 +1,32 @@
-"""Conversations as the target's own chat template writes them, and text as its tokenizer reads it."""
+"""Conversations as the target's own chat template writes them, in the mode in which they are served."""
 
 from __future__ import annotations
 
-import itertools
+import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from paceline.data.assistant_turn import Said
 from paceline.data.rows import Conversation, RowRejected
-from paceline.data.tokenizer import chat_template, end_token_ids
+from paceline.data.thinking import EMPTY_THOUGHT, REASONING_KEYS, ThinkingSwitch, find_switches, read_source
+from paceline.data.tokenizer import chat_template
 from paceline.errors import DataError
 from paceline.types import JsonDict
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+Variables = Mapping[str, Any]
+"""What a template gets beside messages and tools."""
 _GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_SHORT = 64
-"""Pieces of at most this many characters are remembered for the life of the encoder (turn headers, line ends)."""
+_GIVEN = frozenset({"messages", "tools", "documents", "add_generation_prompt", "strftime_now", "raise_exception"})
+"""Variables that every renderer hands to every template."""
+_CALL = {"type": "function", "id": "abcdefghi", "function": {"name": "f", "arguments": {"a": "b"}}}
+_QUESTION: JsonDict = {"role": "user", "content": "question"}
+_ANSWER: JsonDict = {"role": "assistant", "content": "answer"}
 
 
 class Renderer:
@@ -25,80 +34,206 @@ class Renderer:
 
     Args:
         tokenizer: of the target.
-        thinking: `on` and `off` set the template's `enable_thinking`; `auto` lets each answer show which generation
-            prompt it continues. A row's own template variables win.
+        thinking: `on` and `off` set the template's switch for thinking; with `auto` each conversation shows whether its
+            answers hold thoughts. A row's own template variables win.
+        switches: further variables for every conversation.
 
     Raises:
-        DataError: the tokenizer has no chat template, or one that is no valid Jinja.
+        DataError: the tokenizer has no chat template, or one that is not valid Jinja; a setting that the template does
+            not read.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, thinking: str = "auto") -> None:
-        template = chat_template(tokenizer)
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, thinking: str = "auto", switches: Variables | None = None
+    ) -> None:
+        from jinja2.exceptions import TemplateSyntaxError
+
+        name, template = tokenizer.name_or_path, chat_template(tokenizer)
         if template is None:
             raise DataError(
-                f"{tokenizer.name_or_path}: the tokenizer has no chat template, so chats cannot be rendered as they "
-                "will be served; give a target with one, or data in `text` or `input_ids` form"
+                f"{name}: the tokenizer has no chat template, so chats cannot be rendered as they will be served; give "
+                "a target with one, or data in `text` or `input_ids` form"
             )
         self._template = template
         self._tool_template = chat_template(tokenizer, tools=True) or template
         self._special = dict(tokenizer.special_tokens_map)
         self._thinking = thinking
-        self.has_generation_tags = _GENERATION_TAG.search(template) is not None
-        self.has_thinking_switch = "enable_thinking" in template
-        self.writes_the_date = "strftime_now" in template
-        self.has_generation_prompt = self._tried(tokenizer.name_or_path)
-
-    def variables(self, conversation: Conversation) -> list[Mapping[str, Any]]:
-        """Variables of the generation prompts that a server may have used, the likeliest first."""
-        given = dict(conversation.template)
-        if not self.has_thinking_switch or "enable_thinking" in given:
-            return [given]
-        if self._thinking != "auto":
-            return [{**given, "enable_thinking": self._thinking == "on"}]
-        return [given, {**given, "enable_thinking": False}, {**given, "enable_thinking": True}]
-
-    def _tried(self, name: str) -> bool:
-        """Render a question with every template; whether the generation prompt makes a difference."""
-        from jinja2.exceptions import TemplateSyntaxError
-
-        question = [{"role": "user", "content": "?"}]
-        found = True
+        self._always = dict(switches or {})
         try:
-            for tools in (None, [{"type": "function", "function": {"name": "f", "parameters": {}}}]):
-                chat = Conversation(question, tools)
-                texts = [self.texts(chat, [1], {}, generation=generation) for generation in (True, False)]
-                found = found and (tools is not None or texts[0] != texts[1])
-        except RowRejected as refused:
-            if isinstance(error := refused.__cause__, TemplateSyntaxError):
-                raise DataError(f"{name}: line {error.lineno} of its chat template is broken: {error}") from error
-            return "add_generation_prompt" in self._template
-        return found
+            # The template for tools has a turn of its own: what it reads counts too.
+            self.source = read_source("".join(dict.fromkeys((template, self._tool_template))))
+        except TemplateSyntaxError as error:
+            raise DataError(f"{name}: line {error.lineno} of its chat template is broken: {error}") from error
+        self.has_generation_tags = _GENERATION_TAG.search(template) is not None
+        self.writes_the_date = "strftime_now" in template
+        self._check_settings(name)
+
+    def _check_settings(self, name: str) -> None:
+        """Refuse settings without effect."""
+        read = sorted(self.source.variables - _GIVEN - self._special.keys())
+        errors = [
+            f"data.template_switches: {key}: the chat template of {name} does not read it; it reads "
+            f"{', '.join(read) or 'no variables'}"
+            for key in self._always
+            if key not in read
+        ]
+        if self._thinking != "auto" and not self.switches:
+            errors.append(
+                f"data.thinking = {self._thinking}: the chat template of {name} has no switch for thinking (it reads "
+                f"{', '.join(read) or 'no variables'}); leave it at auto, or give data.template_switches"
+            )
+        if errors:
+            raise DataError(*errors)
+
+    @cached_property
+    def switches(self) -> list[ThinkingSwitch]:
+        """The template's variables that turn thinking on and off."""
+        thoughtful = {**_ANSWER, **dict.fromkeys(REASONING_KEYS, "thought")}
+
+        def render(variables: Variables) -> tuple[str, str] | None:
+            chat = Conversation([_QUESTION, thoughtful])
+            variables = {**self._always, **variables}
+            try:
+                (prompt,) = self.texts(chat, [1], variables, generation=True)
+                (whole,) = self.texts(chat, [2], variables, generation=False)
+            except RowRejected:
+                return None
+            return prompt, whole
+
+        return [found for found in find_switches(self.source, render) if found.name not in self._always]
+
+    def modes(self, conversation: Conversation, thinks: bool | None) -> list[Variables]:
+        """Variables with which a server renders the prompts of a conversation, the likeliest first.
+
+        Args:
+            conversation: whose own variables win.
+            thinks: whether its answers hold thoughts; None where it has no answers.
+        """
+        given = {**self._always, **conversation.template}
+        if conversation.served or not self.switches or any(switch.name in given for switch in self.switches):
+            return [given]
+        switch = self.switches[0]
+        if self._thinking != "auto":
+            return [{**given, **(switch.on if self._thinking == "on" else switch.off)}]
+        if thinks is None:
+            return [given]
+        return [{**given, **switch.on}, given] if thinks else [{**given, **switch.off}]
+
+    def found_by_content(self, conversation: Conversation, variables: Variables) -> Variables:
+        """Of a mode of `modes`, what neither the row nor a setting says and the template does not do by itself.
+
+        A server must be given these variables to send the same prompts.
+        """
+        switch = next(iter(self.switches), None)
+        if switch is None or self._thinking != "auto" or variables == {**self._always, **conversation.template}:
+            return {}
+        given = switch.on if variables.items() >= switch.on.items() and switch.on else switch.off
+        return {} if switch.default and given == getattr(switch, switch.default) else given
+
+    def forms(self, conversation: Conversation, said: Mapping[int, Said]) -> Iterator[Conversation]:
+        """The conversation in the forms in which its template may read thoughts and calls.
+
+        Args:
+            conversation: of a row.
+            said: its assistant turns by place.
+        """
+        forms = [conversation.messages]
+        if any(turn.thought for turn in said.values()):
+            keys = [key for key in REASONING_KEYS if key in self.source.keys]
+            forms = [_with_thoughts_as(key, conversation.messages, said) for key in keys]
+            if not forms or any(turn.inline for turn in said.values()):
+                forms.append(conversation.messages)
+        if any(turn.calls for turn in said.values()):
+            forms += [[_with_argument_text(message) for message in messages] for messages in forms]
+        if "text" in self.source.keys:  # of templates that read images too, some want text as parts
+            forms += [[_in_parts(message) for message in messages] for messages in forms]
+        for messages in forms:
+            yield replace(conversation, messages=messages)
 
     def texts(
-        self, conversation: Conversation, ends: Sequence[int], variables: Mapping[str, Any], *, generation: bool
+        self, conversation: Conversation, ends: Sequence[int], variables: Variables, *, generation: bool
     ) -> list[str]:
         """The conversation up to each of `ends` (turns, exclusive), with or without the generation prompt.
 
         Raises:
-            SetAside: the template refuses the conversation (`template_refuses`).
+            RowRejected: the template refuses the conversation (`template_refuses`).
         """
         return self._render(conversation, ends, variables, generation=generation, spans=False)[0]
 
-    def tagged(
-        self, conversation: Conversation, end: int, variables: Mapping[str, Any]
-    ) -> tuple[str, list[tuple[int, int]]]:
+    def tagged(self, conversation: Conversation, end: int, variables: Variables) -> tuple[str, list[tuple[int, int]]]:
         """Text of the first `end` turns, and the character spans that the template's generation tags enclose."""
         texts, spans = self._render(conversation, [end], variables, generation=False, spans=True)
         return texts[0], spans[0]
 
+    @cached_property
+    def has_generation_prompt(self) -> bool:
+        """Whether asking for a generation prompt makes a difference."""
+        question = Conversation([_QUESTION])
+        try:
+            texts = [self.texts(question, [1], self._always, generation=asked) for asked in (True, False)]
+        except RowRejected:
+            return "add_generation_prompt" in self._template
+        return texts[0] != texts[1]
+
+    def follows_answer(self, role: str, calls: bool) -> str:
+        """What directly follows the answer of an assistant when a turn of `role` comes next, up to that turn's content.
+
+        "" where it is not known.
+        """
+        if (role, calls) not in self._followers:
+            self._followers[role, calls] = self._find_follower(role, calls)
+        return self._followers[role, calls]
+
+    @cached_property
+    def _followers(self) -> dict[tuple[str, bool], str]:
+        return {}
+
+    def _find_follower(self, role: str, calls: bool) -> str:
+        answer = {**_ANSWER, "tool_calls": [_CALL]} if calls else _ANSWER
+        chat = Conversation([_QUESTION, answer, {"role": role, "content": "later", "tool_call_id": "abcdefghi"}])
+        try:
+            alone, followed = self.texts(chat, [2, 3], self._always, generation=False)
+        except RowRejected:
+            return ""
+        return followed[len(alone) :].partition("later")[0] if followed.startswith(alone) else ""
+
+    def thought_marks(self, variables: Variables) -> tuple[str, str] | None:
+        """What the template writes before and behind a thought, where it writes one beside calls or in earlier turns.
+
+        Found by rendering a turn with and without a thought: a template that writes the thoughts of final answers
+        nowhere shows there how the target writes them.
+        """
+        key = json.dumps(variables, sort_keys=True, default=str)
+        if key not in self._marks:
+            self._marks[key] = self._find_marks(variables)
+        return self._marks[key]
+
+    @cached_property
+    def _marks(self) -> dict[str, tuple[str, str] | None]:
+        return {}
+
+    def _find_marks(self, variables: Variables) -> tuple[str, str] | None:
+        thought = dict.fromkeys(("reasoning_content", "thinking"), "a thought")
+        for answer, later in (({**_ANSWER, "content": "", "tool_calls": [_CALL]}, []), (_ANSWER, [_QUESTION])):
+            plain, thoughtful = ([_QUESTION, {**answer, **more}, *later] for more in ({}, thought))
+            try:
+                (prompt,) = self.texts(Conversation(plain), [1], variables, generation=True)
+                (without,) = self.texts(Conversation(plain), [len(plain)], variables, generation=False)
+                (written,) = self.texts(Conversation(thoughtful), [len(plain)], variables, generation=False)
+            except RowRejected:
+                continue
+            before, found, behind = written.removeprefix(prompt).partition("a thought")
+            if not (found and written.startswith(prompt) and without.startswith(prompt)):
+                continue
+            answered = without.removeprefix(prompt)
+            if empty := EMPTY_THOUGHT.match(answered):
+                answered = answered[empty.end() :]
+            if answered and behind.endswith(answered):
+                return before, behind.removesuffix(answered)
+        return None
+
     def _render(
-        self,
-        conversation: Conversation,
-        ends: Sequence[int],
-        variables: Mapping[str, Any],
-        *,
-        generation: bool,
-        spans: bool,
+        self, conversation: Conversation, ends: Sequence[int], variables: Variables, *, generation: bool, spans: bool
     ) -> tuple[list[str], list[list[tuple[int, int]]]]:
         from jinja2.exceptions import TemplateError
         from transformers.utils.chat_template_utils import render_jinja_template
@@ -107,7 +242,7 @@ class Renderer:
         try:
             # Typed as one string upstream; it is a list for a list of chats, and so are the spans.
             render: Any = render_jinja_template
-            texts, indices = render(
+            return render(
                 conversations=chats,
                 tools=conversation.tools,
                 chat_template=self._tool_template if conversation.tools else self._template,
@@ -126,86 +261,29 @@ class Renderer:
         ) as error:
             lines = str(error).splitlines()
             raise RowRejected("template_refuses", lines[0] if lines else type(error).__name__) from error
-        return texts, indices
 
 
-class Encoder:
-    """Text to ids exactly as the tokenizer reads the whole text, remembering pieces.
+def _with_thoughts_as(key: str, messages: Sequence[JsonDict], said: Mapping[int, Said]) -> list[JsonDict]:
+    """The messages with each thought under one key, and out of the content."""
+    turned = list(messages)
+    for place, turn in said.items():
+        if turn.thought:
+            rest = {name: value for name, value in messages[place].items() if name not in REASONING_KEYS}
+            turned[place] = {**rest, "content": turn.text, key: turn.thought}
+    return turned
 
-    A token that is special and takes no white space before it cuts the text: each such token is read with what
-    follows it, up to the next one. Pieces are remembered by their text, so that rendering one conversation up to each
-    of its turns costs one reading. Whether the tokenizer really reads piece by piece is tried on probes when the
-    encoder is made; where it does not, whole texts are read.
 
-    Args:
-        tokenizer: of the target.
-        probes: texts; joined by the tokens that cut, they must read the same by pieces and whole.
-    """
+def _in_parts(message: JsonDict) -> JsonDict:
+    return {**message, "content": [{"type": "text", "text": message["content"]}]}
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, probes: Iterable[str] = ()) -> None:
-        self.tokenizer = tokenizer
-        self.end_ids = frozenset(end_token_ids(tokenizer))
-        added = tokenizer.added_tokens_decoder
-        cutters = {
-            token.content: index
-            for index, token in added.items()
-            if token.special and not (token.lstrip or token.single_word or token.normalized)
-        }
-        self.special_ids = frozenset(index for index, token in added.items() if token.special)
-        self._cutters = cutters
-        longest_first = sorted(cutters, key=len, reverse=True)
-        self._cut = re.compile("|".join(map(re.escape, longest_first))) if cutters else None
-        ends = [str(tokenizer.convert_ids_to_tokens(index)) for index in sorted(self.end_ids)]
-        specials = [token.content for token in added.values() if token.special]
-        self.end_pattern = re.compile("|".join(map(re.escape, ends))) if ends else None
-        self.special_pattern = (
-            re.compile("|".join(map(re.escape, sorted(specials, key=len, reverse=True)))) if specials else None
-        )
-        # The Rust tokenizer without offsets is 1.6 times as fast as through the wrapper (1.2 against 0.75 M tokens/s).
-        self._backend: Any = getattr(tokenizer, "backend_tokenizer", None)
-        if self._backend is not None:
-            self._backend.no_truncation()
-            self._backend.no_padding()
-        self._remembered: dict[str, list[int]] = {}
-        joined = [cutter + probe for probe in probes for cutter in list(cutters)[:8]]
-        tried = ["".join(joined), *probes]
-        self.by_pieces = self._cut is not None and all(self.pieces(text) == self.whole(text) for text in tried)
 
-    def whole(self, text: str) -> list[int]:
-        """Ids of the text read in one go."""
-        if self._backend is None:
-            return self.tokenizer.encode(text, add_special_tokens=False)
-        return self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
-
-    def pieces(self, text: str, memory: dict[str, list[int]] | None = None) -> list[int]:
-        """Ids of the text read piece by piece; `memory` keeps the pieces of one conversation."""
-        assert self._cut is not None
-        memory = {} if memory is None else memory
-        starts = [0, *(match.start() for match in self._cut.finditer(text)), len(text)]
-        ids: list[int] = []
-        for start, end in itertools.pairwise(starts):
-            piece = text[start:end]
-            if not piece:
-                continue
-            found = self._remembered.get(piece) or memory.get(piece)
-            if found is None:
-                found = self.whole(piece)
-                (self._remembered if len(piece) <= _SHORT and len(self._remembered) < 4096 else memory)[piece] = found
-            ids += found
-        return ids
-
-    def continued(self, text: str, ids: list[int], more: str, memory: dict[str, list[int]] | None = None) -> list[int]:
-        """Ids of `text + more`, equal to `whole`; of `text`, read as `ids`, only the last piece is read again."""
-        if not self.by_pieces or self._cut is None:
-            return self.whole(text + more)
-        last = max((match.start() for match in self._cut.finditer(text)), default=0)
-        kept = len(ids) - len(self.pieces(text[last:], memory))
-        return ids[:kept] + self.pieces(text[last:] + more, memory)
-
-    def encode(self, text: str, memory: dict[str, list[int]] | None = None) -> list[int]:
-        """Ids of the text, equal to `whole`."""
-        return self.pieces(text, memory) if self.by_pieces else self.whole(text)
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text of the ids, nothing left out or tidied."""
-        return str(self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+def _with_argument_text(message: JsonDict) -> JsonDict:
+    """A turn with the arguments of its calls as JSON text, which some templates want."""
+    if not message.get("tool_calls"):
+        return message
+    calls = [
+        {**call, "function": {**call["function"], "arguments": json.dumps(arguments, ensure_ascii=False)}}
+        for call in message["tool_calls"]
+        for arguments in [call["function"]["arguments"]]
+    ]
+    return {**message, "tool_calls": calls}

@@ -11,20 +11,17 @@ Where the template rewrites earlier turns (thinking taken out of the history), t
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from paceline.data.chat_template import Encoder, Renderer
+from paceline.data.assistant_turn import said_by_place
+from paceline.data.chat_template import Renderer, Variables
+from paceline.data.encoder import Encoder
 from paceline.data.rows import Conversation, PlainText, ReadyTokens, RowRejected
-from paceline.errors import DataError
-
-_EMPTY_THOUGHT = re.compile(r"\s*(?:[^\w\s]+(\w+)[^\w\s]+\s*[^\w\s]+\1[^\w\s]+|[^\w\s]*/(\w+)[^\w\s]+)\s*")
-"""An empty pair of think tags, or the closing one of a pair that the generation prompt opened."""
-_OPEN_THOUGHT = re.compile(r"<(think|thinking|thought|reasoning)>\s*$")
+from paceline.data.served_turn import ServedTurn, TurnFinder
+from paceline.data.tags import conversation_tags
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,21 +45,6 @@ class Sample:
         return mask_of(self.spans, len(self.ids))
 
 
-@dataclass(slots=True)
-class _Turn:
-    """One assistant turn as it is served: prompt, what the target writes, and how much of that is template."""
-
-    place: int
-    prompt: str
-    answer: str
-    lead: int = 0
-    notes: tuple[str, ...] = ()
-    prompt_ids: list[int] = field(default_factory=list)
-    ids: list[int] = field(default_factory=list)
-    start: int = 0
-    merged: bool = False
-
-
 def mask_of(spans: np.ndarray, length: int) -> np.ndarray:
     """Loss mask, bool [length], of flat (start, end) spans."""
     mask = np.zeros(length, dtype=bool)
@@ -78,7 +60,12 @@ def spans_of(mask: np.ndarray) -> np.ndarray:
 
 
 def samples_of(
-    conversation: Conversation, renderer: Renderer, encoder: Encoder, *, on_rewrite: str = "split"
+    conversation: Conversation,
+    renderer: Renderer,
+    encoder: Encoder,
+    *,
+    on_rewrite: str = "split",
+    on_not_written: str = "drop",
 ) -> list[Sample]:
     """The training samples of a conversation.
 
@@ -87,17 +74,20 @@ def samples_of(
         renderer, encoder: of the target.
         on_rewrite: where the template rewrites earlier turns, `split` gives each turn that cannot share a sample one
             of its own, `last` supervises only what fits the last turn's sample.
+        on_not_written: where the template does not write a thought or a call, `drop` rejects the conversation, `text`
+            supervises the text alone.
 
     Returns:
         One sample, or several in the order of the turns.
 
     Raises:
-        SetAside: the template refuses it, an answer does not continue the generation prompt or holds an end token.
+        RowRejected: the template refuses it, does not write everything, or an answer holds an end token.
     """
     memory: dict[str, list[int]] = {}
-    turns = _served_turns(conversation, renderer, encoder)
+    turns, held = _served_or_text(conversation, renderer, encoder, on_not_written)
     for turn in turns:
-        _tokenize(turn, encoder, memory)
+        _tokenize(turn, encoder, memory, conversation.token_ids.get(turn.place, ()))
+    tags = tuple(dict.fromkeys((*conversation.tags, *conversation_tags(held))))
     samples: list[Sample] = []
     left = turns
     while left:
@@ -105,13 +95,15 @@ def samples_of(
         inside = [turn for turn in left if turn is last or _is_prefix(turn, last)]
         taken = {turn.place for turn in inside}
         left = [turn for turn in left if turn.place not in taken]
-        samples.append(_sample(last, inside, conversation))
+        samples.append(_sample(last, inside, tags))
         if on_rewrite == "last":
             break
     samples.reverse()
     if len(samples) > 1 or left:
         note = "history_rewritten" if on_rewrite == "split" else "only_last_supervised"
         samples = [_noted(sample, note) for sample in samples]
+    if held is not conversation:
+        samples = [_noted(sample, "text_alone") for sample in samples]
     return samples
 
 
@@ -121,8 +113,8 @@ def plain_sample(row: PlainText, encoder: Encoder) -> Sample:
     first = 0
     while first < len(ids) and ids[first] in encoder.special_ids:
         first += 1
-    spans = [first, len(ids)] if first < len(ids) else []
-    return Sample(np.asarray(ids, dtype=np.int32), np.asarray(spans, dtype=np.int32), ("plain_text",), row.tags)
+    spans = np.asarray([first, len(ids)] if first < len(ids) else [], dtype=np.int32)
+    return Sample(np.asarray(ids, dtype=np.int32), spans, ("plain_text",), (*row.tags, *conversation_tags(row)))
 
 
 def ready_sample(row: ReadyTokens, vocabulary: int) -> Sample:
@@ -137,22 +129,19 @@ def ready_sample(row: ReadyTokens, vocabulary: int) -> Sample:
     return Sample(np.asarray(row.ids, dtype=np.int32), spans_of(mask), tags=row.tags)
 
 
-def check_generation_tags(conversation: Conversation, renderer: Renderer, encoder: Encoder, where: str) -> None:
+def check_generation_tags(conversation: Conversation, renderer: Renderer, encoder: Encoder) -> None:
     """Compare the supervised text with what the template's own generation tags enclose.
 
     Both must agree on every answer of the conversation that the history keeps, up to the end token and whitespace,
     which some templates leave outside their tags, and the turn's header, which some have inside.
 
     Raises:
-        DataError: they disagree; names the row, and shows both.
+        RowRejected: they disagree; shows both.
     """
-    turns = _served_turns(conversation, renderer, encoder)
-    for variables in renderer.variables(conversation):
-        text, tagged = renderer.tagged(conversation, turns[-1].place + 1, variables)
-        kept = [turn for turn in turns if text.startswith(turn.prompt + turn.answer)]
-        if kept:
-            break
-    else:
+    turns, variables = _served(conversation, renderer, encoder)
+    text, tagged = renderer.tagged(conversation, turns[-1].place + 1, variables)
+    kept = [turn for turn in turns if text.startswith(turn.prompt + turn.answer)]
+    if not kept:
         return
     before = renderer.texts(conversation, [turn.place for turn in kept], variables, generation=False)
     for turn, history in zip(kept, before, strict=True):
@@ -163,9 +152,10 @@ def check_generation_tags(conversation: Conversation, renderer: Renderer, encode
         ours = _bare(text[start:end], encoder)
         theirs = _bare("".join(inside), encoder)
         if ours != theirs:
-            raise DataError(
-                f"{where}: turn {turn.place}: the chat template's generation tags mark {theirs[:80]!r}, but a server "
-                f"would have the target write {ours[:80]!r}; the template contradicts itself, repair its tags"
+            raise RowRejected(
+                "tags_disagree",
+                f"turn {turn.place}: the chat template's generation tags mark {theirs[:80]!r}, but a server would have "
+                f"the target write {ours[:80]!r}",
             )
 
 
@@ -173,151 +163,73 @@ def _bare(text: str, encoder: Encoder) -> str:
     return (encoder.special_pattern.sub("", text) if encoder.special_pattern else text).strip()
 
 
-def _served_turns(conversation: Conversation, renderer: Renderer, encoder: Encoder) -> list[_Turn]:
-    messages = conversation.messages
-    asked = next(place for place, turn in enumerate(messages) if turn["role"] == "user")
-    places = [place for place, turn in enumerate(messages) if turn["role"] == "assistant" and place > asked]
-    if not places:
-        raise RowRejected("no_assistant", "the only answer stands before the first question")
-    choices = [
-        (
-            renderer.texts(conversation, places, variables, generation=True),
-            renderer.texts(conversation, [place + 1 for place in places], variables, generation=False),
-        )
-        for variables in renderer.variables(conversation)
-    ]
-    turns: list[_Turn] = []
-    for number, place in enumerate(places):
-        _refuse_end_tokens(messages[place], place, encoder)
-        pairs = [(prompts[number], wholes[number]) for prompts, wholes in choices]
-        if messages[place].get("tool_calls"):
-            _refuse_unwritten_calls(conversation, place, pairs[0][1], renderer)
-        turns.append(_served_turn(conversation, place, pairs, renderer, encoder))
-    return turns
-
-
-def _refuse_unwritten_calls(conversation: Conversation, place: int, whole: str, renderer: Renderer) -> None:
-    """Set the row aside where the template writes a turn as if it had no tool calls."""
-    *before, turn = conversation.messages[: place + 1]
-    silent = replace(conversation, messages=[*before, {key: turn[key] for key in turn if key != "tool_calls"}])
-    if renderer.texts(silent, [place + 1], renderer.variables(conversation)[0], generation=False) == [whole]:
-        raise RowRejected("calls_not_written", f"turn {place}: the chat template does not render tool calls")
-
-
-def _served_turn(
-    conversation: Conversation, place: int, pairs: Sequence[tuple[str, str]], renderer: Renderer, encoder: Encoder
-) -> _Turn:
-    """The turn behind the longest generation prompt that its rendering continues."""
-    message = conversation.messages[place]
-    fitting = [(prompt, whole) for prompt, whole in pairs if whole.startswith(prompt)]
-    if not fitting:
-        return _raw_turn(conversation, place, pairs[0], renderer, encoder)
-    prompt, whole = max(fitting, key=lambda pair: len(pair[0]))
-    rest = whole[len(prompt) :]
-    _, end, notes = _closing(rest, place, encoder)
-    answer = rest[:end]
-    if not renderer.has_generation_prompt and _has_header(message, answer):
-        notes = (*notes, "header_supervised")
-    lead = _empty_thought(message, answer)
-    return _Turn(place, prompt, answer, lead, (*notes, "empty_thought") if lead else notes)
-
-
-def _has_header(message: Mapping[str, Any], answer: str) -> bool:
-    """Whether something stands before the text of an answer without thought."""
-    own = str(message["content"]).strip()
-    return bool(own) and not message.get("reasoning_content") and not answer.lstrip().startswith(own)
-
-
-def _empty_thought(message: Mapping[str, Any], answer: str) -> int:
-    """Characters of think tags before the answer that the template wrote and no one thought; they are not learned."""
-    content = message.get("content")
-    found = None if message.get("reasoning_content") else _EMPTY_THOUGHT.match(answer)
-    if found is None or not isinstance(content, str):
-        return 0
-    own = content.strip()
-    follows = answer.startswith(own, found.end()) if own else bool(message.get("tool_calls"))
-    if not follows:
-        return 0
-    # White space that the answer itself starts with is the answer's, where the template did not take it away.
-    before = content[: len(content) - len(content.lstrip())]
-    behind_tags = found.group()[len(found.group().rstrip()) :]
-    return found.end() - len(before) if own and behind_tags.endswith(before) else found.end()
-
-
-def _raw_turn(
-    conversation: Conversation, place: int, pair: tuple[str, str], renderer: Renderer, encoder: Encoder
-) -> _Turn:
-    """The turn where its rendering leaves the generation prompt: the prompt opens a thought that history drops."""
-    message = conversation.messages[place]
-    prompt, whole = pair
-    content = message.get("content")
-    opened = _OPEN_THOUGHT.search(prompt)
-    if opened is None or not isinstance(content, str):
-        raise RowRejected("not_continued", f"turn {place}: the template's answer does not start with its own prompt")
-    closing = f"</{opened.group(1)}>"
-    thought = message.get("reasoning_content") or ""
-    if closing in content:
-        written = re.sub(rf"^\s*<{opened.group(1)}>", "", content).lstrip("\n")
-    elif thought:
-        written = f"{thought.strip(chr(10))}\n{closing}\n\n{content.lstrip(chr(10))}"
-    else:
-        raise RowRejected("no_reasoning", f"turn {place}: the generation prompt opens a thought, the row has none")
-    (history,) = renderer.texts(conversation, [place], renderer.variables(conversation)[0], generation=False)
-    if not whole.startswith(history):
-        raise RowRejected("not_continued", f"turn {place}: the template rewrites what stands before it")
-    turn = whole[len(history) :]
-    start, end, notes = _closing(turn, place, encoder)
-    after = _end_of(content.split(closing)[-1].strip(), turn[:start], bool(message.get("tool_calls")), place)
-    return _Turn(place, prompt, written.rstrip() + turn[after:end], 0, notes)
-
-
-def _end_of(answer: str, turn: str, calls: bool, place: int) -> int:
-    """Where an answer ends in a turn without its closing: at the turn's end, or before the calls that follow it."""
-    body = turn.rstrip()
-    if answer and body.endswith(answer):
-        return len(body)
-    if not answer or not calls or turn.count(answer) != 1:
-        raise RowRejected("not_continued", f"turn {place}: the answer cannot be placed in what the template wrote")
-    return turn.index(answer) + len(answer)
-
-
-def _closing(text: str, place: int, encoder: Encoder) -> tuple[int, int, tuple[str, ...]]:
-    """Where what closes the rendered rest of a turn starts and ends: the first end token, where there is one.
+def _served(conversation: Conversation, renderer: Renderer, encoder: Encoder) -> tuple[list[ServedTurn], Variables]:
+    """The supervised turns of a conversation, all in one mode, and the template's variables of that mode.
 
     Raises:
-        SetAside: more than white space and special tokens follow the end token, at which a server would have stopped.
+        RowRejected: in no mode does the template write what the row holds, or nothing is to be supervised.
     """
-    match = encoder.end_pattern.search(text) if encoder.end_pattern else None
-    if match:
-        rest = encoder.special_pattern.sub("", text[match.end() :]) if encoder.special_pattern else text[match.end() :]
-        if rest.strip():
-            raise RowRejected("end_token_inside", f"turn {place}: {match.group()!r} comes before {rest.strip()[:40]!r}")
-        return match.start(), match.end(), ()
-    # The turn is closed by something that is no end token of the tokenizer: a last special token, or nothing.
-    closings = list(encoder.special_pattern.finditer(text)) if encoder.special_pattern else []
-    if closings and not text[closings[-1].end() :].strip():
-        return closings[-1].start(), closings[-1].end(), ("closing_is_no_end_token",)
-    end = len(text.rstrip())
-    return end, end, ("no_closing_token",)
+    asked = next(place for place, turn in enumerate(conversation.messages) if turn["role"] == "user")
+    said = said_by_place(conversation.messages)
+    places = [place for place in said if place > asked]
+    if not places:
+        raise RowRejected("no_assistant", "the only answer is before the first question")
+    places = [place for place in places if place not in conversation.without_loss]
+    if not places:
+        raise RowRejected("nothing_supervised", "no assistant turn is to be learned (weight, loss or train)")
+    refusals: list[RowRejected] = []
+    for variables in renderer.modes(conversation, any(turn.thought for turn in said.values())):
+        for form in renderer.forms(conversation, said):
+            try:
+                return TurnFinder(form, said, variables, renderer, encoder).turns(places), variables
+            except RowRejected as refused:
+                refusals.append(refused)
+    # The first that says more than that the template cannot read this form.
+    raise next((found for found in refusals if found.reason != "template_refuses"), refusals[0])
 
 
-def _refuse_end_tokens(message: Mapping[str, Any], place: int, encoder: Encoder) -> None:
-    if encoder.end_pattern is None:
-        return
-    for key in ("content", "reasoning_content"):
-        text = message.get(key)
-        found = encoder.end_pattern.search(text) if isinstance(text, str) else None
-        if found:
-            raise RowRejected("end_token_inside", f"turn {place} holds {found.group()!r}")
+def _served_or_text(
+    conversation: Conversation, renderer: Renderer, encoder: Encoder, on_not_written: str
+) -> tuple[list[ServedTurn], Conversation]:
+    """The supervised turns, and the conversation that they hold: without thoughts, or also without calls, where the
+    text alone is meant and the template does not write them."""
+    try:
+        return _served(conversation, renderer, encoder)[0], conversation
+    except RowRejected as refused:
+        if refused.reason != "not_written" or on_not_written == "drop":
+            raise
+    said = said_by_place(conversation.messages)
+    for dropped in (("reasoning_content",), ("reasoning_content", "tool_calls")):
+        messages = list(conversation.messages)
+        for place, turn in said.items():
+            rest = {key: value for key, value in messages[place].items() if key not in dropped}
+            messages[place] = {**rest, "content": turn.text}
+        less = replace(conversation, messages=messages)
+        try:
+            return _served(less, renderer, encoder)[0], less
+        except RowRejected as refused:
+            if refused.reason != "not_written" or "tool_calls" in dropped:
+                raise
+    raise AssertionError("the last attempt returns or raises")
 
 
-def _tokenize(turn: _Turn, encoder: Encoder, memory: dict[str, list[int]]) -> None:
+def _tokenize(turn: ServedTurn, encoder: Encoder, memory: dict[str, list[int]], known: Sequence[int]) -> None:
+    """Tokens of the prompt read alone, as a server reads it, and of the answer behind it.
+
+    Args:
+        turn: gets its ids.
+        encoder, memory: see `Encoder`.
+        known: ids of the answer as the server returned them; used where they are those of the answer's text.
+    """
     turn.prompt_ids = encoder.encode(turn.prompt, memory)
     border = len(turn.prompt_ids)
-    ids = encoder.continued(turn.prompt, turn.prompt_ids, turn.answer, memory)
+    written = known[:-1] if known and known[-1] in encoder.end_ids else known
+    if written and encoder.decode(written) == turn.answer[: turn.end]:
+        ids = [*turn.prompt_ids, *written, *encoder.encode(turn.answer[turn.end :], memory)]
+    else:
+        ids = encoder.continued(turn.prompt, turn.prompt_ids, turn.answer, memory)
     if ids[:border] != turn.prompt_ids:
         ids = turn.prompt_ids + encoder.encode(turn.answer, memory)
-        turn.merged = True
         turn.notes += ("merged_border",)
         if encoder.decode(ids) != turn.prompt + turn.answer:
             raise RowRejected("border", f"turn {turn.place}: the answer cannot be split from its prompt in tokens")
@@ -328,18 +240,18 @@ def _tokenize(turn: _Turn, encoder: Encoder, memory: dict[str, list[int]]) -> No
         turn.start += 1
 
 
-def _is_prefix(turn: _Turn, last: _Turn) -> bool:
+def _is_prefix(turn: ServedTurn, last: ServedTurn) -> bool:
     return len(turn.ids) <= len(last.ids) and last.ids[: len(turn.ids)] == turn.ids
 
 
-def _sample(last: _Turn, inside: Sequence[_Turn], conversation: Conversation) -> Sample:
+def _sample(last: ServedTurn, inside: Sequence[ServedTurn], tags: tuple[str, ...]) -> Sample:
     spans = [edge for turn in inside for edge in (turn.start, len(turn.ids)) if turn.start < len(turn.ids)]
     notes = tuple(dict.fromkeys(note for turn in inside for note in turn.notes))
     return Sample(
         np.asarray(last.ids, dtype=np.int32),
         np.asarray(spans, dtype=np.int32),
         notes,
-        conversation.tags,
+        tags,
     )
 
 

@@ -56,6 +56,8 @@ _SETTINGS = (
     "duplicates",
     "near_duplicates",
     "thinking",
+    "template_switches",
+    "on_not_written",
     "heldout_share",
 )
 """Settings that decide what is in the store."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
+from paceline.data.assistant_turn import said_in
 from paceline.data.rows import Conversation, PlainText, Row
 
 _SCRIPTS = {
@@ -27,7 +27,7 @@ def conversation_tags(row: Row) -> tuple[str, ...]:
     if not isinstance(row, Conversation):
         return ()
     answers = [turn for turn in row.messages if turn["role"] == "assistant"]
-    found = ["thinking" if any(map(_thinks, answers)) else "no-thinking"]
+    found = ["thinking" if any(said_in(turn).thought for turn in answers) else "no-thinking"]
     if row.tools or any(turn.get("tool_calls") for turn in answers):
         found.append("tools")
     if row.messages[0]["role"] in ("system", "developer"):
@@ -36,11 +36,6 @@ def conversation_tags(row: Row) -> tuple[str, ...]:
         found.append("multi-turn")
     found.append(script(" ".join(str(turn.get("content", "")) for turn in answers)))
     return tuple(found)
-
-
-def _thinks(turn: dict[str, Any]) -> bool:
-    content = turn.get("content")
-    return bool(turn.get("reasoning_content")) or (isinstance(content, str) and "</think>" in content)
 
 
 def script(text: str) -> str:

@@ -15,15 +15,15 @@ import pyarrow as pa
 
 from paceline import atomic_files
 from paceline.config import DataConfig
-from paceline.data.chat_template import Encoder, Renderer
+from paceline.data.chat_template import Renderer
 from paceline.data.dedup import KEYS, HeldOut, content_hash, near_keys, prompt_of
+from paceline.data.encoder import Encoder
 from paceline.data.holdout import part_heldout, row_is_held_out, write_heldout
 from paceline.data.loss_mask import Sample, check_generation_tags, plain_sample, ready_sample, samples_of, spans_of
 from paceline.data.readers import Shard, read_shard
 from paceline.data.report import Tally
 from paceline.data.rows import Conversation, PlainText, ReadyTokens, Row, RowRejected, read_row
 from paceline.data.store import PART_SCHEMA, part_name, write_table
-from paceline.data.tags import conversation_tags
 from paceline.data.tokenizer import load_tokenizer
 
 _CHECKED_ROWS = 32
@@ -69,7 +69,7 @@ class RowTokenizer:
     @cached_property
     def renderer(self) -> Renderer:
         """Made when the first conversation comes: ready tokens and plain text need no chat template."""
-        return Renderer(self.tokenizer, self.settings.thinking)
+        return Renderer(self.tokenizer, self.settings.thinking, self.settings.template_switches)
 
     def samples(self, row: Row) -> list[Sample]:
         """Samples of a row, not yet cut to length.
@@ -83,7 +83,8 @@ class RowTokenizer:
             return [ready_sample(row, len(self.tokenizer))]
         if row.cut and self.settings.on_cut_answer == "drop":
             raise RowRejected("cut_answer")
-        made = samples_of(row, self.renderer, self.encoder, on_rewrite=self.settings.on_rewrite)
+        policies = {"on_rewrite": self.settings.on_rewrite, "on_not_written": self.settings.on_not_written}
+        made = samples_of(row, self.renderer, self.encoder, **policies)
         if row.cut:
             made[-1] = _without_end(made[-1], self.encoder)
         return made
@@ -174,9 +175,8 @@ def _usable(
         made = tokenizer.samples(row)
         if any(worker.heldout.holds_tokens(sample.ids) for sample in made):
             raise RowRejected("heldout")
-        seen = conversation_tags(row)
         if isinstance(row, Conversation) and tally.rows_in <= _CHECKED_ROWS and tokenizer.renderer.has_generation_tags:
-            check_generation_tags(row, tokenizer.renderer, tokenizer.encoder, where)
+            check_generation_tags(row, tokenizer.renderer, tokenizer.encoder)
     except RowRejected as found:
         tally.leave_out(found.reason, where, found.detail)
         return
@@ -192,7 +192,7 @@ def _usable(
             tally.note("dated", where)
         if prompt:
             asked.append((where, prompt))
-        yield Sample(kept.ids, kept.spans, tags=(*kept.tags, *seen)), eligible
+        yield Sample(kept.ids, kept.spans, tags=kept.tags), eligible
 
 
 def _fit(sample: Sample, worker: ShardWorker, tally: Tally) -> tuple[Sample, int]:

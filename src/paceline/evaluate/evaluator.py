@@ -38,19 +38,19 @@ class Evaluator:
 
     def __init__(self, settings: Settings, taps: Sequence[int], device: str = "cpu") -> None:
         given, self._limits = settings.target, settings.evaluate
-        prompts = render_prompts(
-            settings.data.heldout,
-            given.path,
-            self._limits.num_prompts,
-            thinking=settings.data.thinking,
-            trust_remote_code=given.trust_remote_code,
-        )
+        way = {
+            "thinking": settings.data.thinking,
+            "switches": settings.data.template_switches,
+            "trust_remote_code": given.trust_remote_code,
+        }
+        prompts = render_prompts(settings.data.heldout, given.path, self._limits.num_prompts, **way)
         self._tokenizer = load_tokenizer(given.path, given.trust_remote_code)
         self._target = load_target(given, list(taps), device, self._limits.dtype)
         check_way(self._target, self._limits)
         self._device = device
-        renderer = PromptRenderer(given.path, settings.data.thinking, given.trust_remote_code)
-        self.prompts = with_later_turns(prompts, renderer, self._answer, self._limits.num_prompts)
+        self.prompts = with_later_turns(
+            prompts, PromptRenderer(given.path, **way), self._answer, self._limits.num_prompts
+        )
         self._conditions = {
             **conditions_of(self._limits),
             "prompts": hashlib.sha256(repr([prompt.ids for prompt in self.prompts]).encode()).hexdigest()[:16],

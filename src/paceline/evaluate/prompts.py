@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from paceline.data.chat_template import Renderer
 from paceline.data.readers import find_files, read_rows
 from paceline.data.rows import Conversation, RowRejected, read_row
+from paceline.data.served_turn import served_prompt
 from paceline.data.tags import conversation_tags
 from paceline.data.tokenizer import load_tokenizer
 from paceline.errors import DataError
@@ -27,6 +29,8 @@ class Prompt:
         tags: words by which reports are split.
         asked: the turns before the answer.
         later: what the user says after the answer, turn by turn.
+        variables: of the chat template that a server must be given to send this prompt, and that no setting says: the
+            row's answers decided them.
     """
 
     id: str
@@ -36,6 +40,7 @@ class Prompt:
     tags: tuple[str, ...]
     asked: Conversation
     later: tuple[str, ...] = ()
+    variables: Mapping[str, Any] = field(default_factory=dict)
 
 
 class PromptRenderer:
@@ -43,22 +48,30 @@ class PromptRenderer:
 
     Args:
         tokenizer_path: of the target.
-        thinking: as `data.thinking`; auto leaves the template's own default.
+        thinking: as `data.thinking`; with auto, rows are asked in the mode that they are trained in, and questions of
+            prompt sets in the template's own default.
+        switches: as `data.template_switches`.
         trust_remote_code: whether code that comes with the target may run.
 
     Raises:
         DataError: no tokenizer or no chat template.
     """
 
-    def __init__(self, tokenizer_path: str, thinking: str = "auto", trust_remote_code: bool = False) -> None:
+    def __init__(
+        self,
+        tokenizer_path: str,
+        thinking: str = "auto",
+        switches: Mapping[str, Any] | None = None,
+        trust_remote_code: bool = False,
+    ) -> None:
         self._tokenizer = load_tokenizer(tokenizer_path, trust_remote_code)
-        self._renderer = Renderer(self._tokenizer, thinking)
+        self._renderer = Renderer(self._tokenizer, thinking, switches)
 
     def of_row(self, where: str, values: object) -> Prompt:
         """Everything before the last assistant turn, or the whole row where it ends with a question.
 
         Raises:
-            SetAside: the row holds no question.
+            RowRejected: the row holds no question.
         """
         if isinstance(values, RowRejected):
             raise values
@@ -67,14 +80,14 @@ class PromptRenderer:
             raise RowRejected("no_messages", "no chat")
         end, reference = _last_question(row)
         tags = (*row.tags, *conversation_tags(row))
-        return self._prompt(row.row_id or where, replace(row, messages=row.messages[:end]), reference, tags)
+        return self._prompt(row.row_id or where, row, end, reference, tags)
 
     def of_question(self, where: str, question: Question) -> Prompt:
         """The first turn of a question of a prompt set; the others stand in `later`."""
         asked = Conversation([{"role": "user", "content": question.turns[0]}])
         tags = (*question.tags, f"{question.tags[0]}:turn-1") if len(question.turns) > 1 else question.tags
         later = question.turns[1:]
-        return replace(self._prompt(question.id or where, asked, question.reference, tags), later=later)
+        return replace(self._prompt(question.id or where, asked, 1, question.reference, tags), later=later)
 
     def next_turn(self, prompt: Prompt, answer: str) -> Prompt:
         """The prompt of the user's next turn, after an answer to the one before."""
@@ -84,12 +97,16 @@ class PromptRenderer:
         *tags, last = prompt.tags
         tags = [*tags, f"{last.rpartition('-')[0]}-{turn}"]
         name = f"{prompt.id.partition('#')[0]}#turn-{turn}"
-        return replace(self._prompt(name, asked, None, tuple(tags)), later=prompt.later[1:])
+        end = len(asked.messages)
+        return replace(self._prompt(name, asked, end, None, tuple(tags)), later=prompt.later[1:])
 
-    def _prompt(self, name: str, asked: Conversation, reference: str | None, tags: tuple[str, ...]) -> Prompt:
-        end, variables = len(asked.messages), self._renderer.variables(asked)[0]
-        text = self._renderer.texts(asked, [end], variables, generation=True)[0]
-        return Prompt(name, self._tokenizer.encode(text, add_special_tokens=False), text, reference, tags, asked)
+    def _prompt(self, name: str, row: Conversation, end: int, reference: str | None, tags: tuple[str, ...]) -> Prompt:
+        text, variables = served_prompt(row, end, self._renderer)
+        ids = self._tokenizer.encode(text, add_special_tokens=False)
+        # The mode of a chat stays the same over its turns.
+        asked = replace(row, messages=row.messages[:end], template=variables, served=True)
+        needed = self._renderer.found_by_content(row, variables)
+        return Prompt(name, ids, text, reference, tags, asked, variables=needed)
 
 
 def render_prompts(
@@ -98,6 +115,7 @@ def render_prompts(
     limit: int | None,
     *,
     thinking: str = "auto",
+    switches: Mapping[str, Any] | None = None,
     trust_remote_code: bool = False,
 ) -> list[Prompt]:
     """Prompts of data files and prompt sets, one of each in turn.
@@ -106,14 +124,13 @@ def render_prompts(
         files: data files or folders of such, or files of published sets (`gsm8k:PATH`, see `prompt_sets`).
         tokenizer_path: of the target.
         limit: at most this many, the first ones; None = all.
-        thinking: as `data.thinking`; auto leaves the template's own default.
-        trust_remote_code: whether code that comes with the target may run.
+        thinking, switches, trust_remote_code: see `PromptRenderer`.
 
     Raises:
         DataError: no file, no tokenizer, no chat template, no row with a question, or a row that is not of its set's
             format; rows of data files without a question are passed over.
     """
-    renderer = PromptRenderer(tokenizer_path, thinking, trust_remote_code)
+    renderer = PromptRenderer(tokenizer_path, thinking, switches, trust_remote_code)
     sets = [(name, set_of(name)) for name in files]
     _check_files([name for name, known in sets if known is None], [known for _, known in sets if known is not None])
     passed_over: list[str] = []

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 import template_families as families
-from paceline.data.chat_template import Encoder, Renderer
+from paceline.data.chat_template import Renderer
+from paceline.data.encoder import Encoder
 from paceline.data.loss_mask import Sample, check_generation_tags, samples_of
 from paceline.data.rows import Conversation, RowRejected, read_row
 from paceline.data.tokenizer import load_tokenizer
-from paceline.errors import DataError
 from template_families import Family
 
 U, A, S, T = "user", "assistant", "system", "tool"
@@ -88,7 +88,7 @@ CASES = {
             ["<think>\nadd\n</think>\n\n4<|im_end|>"],
             ["no thought<|im_end|>"],
         ],
-        {"history_rewritten"},
+        {"history_rewritten", "empty_thought"},
     ),
     "thinking, a call and its result share a sample": Case(
         families.THINKING,
@@ -238,7 +238,7 @@ def test_reading_by_pieces_equals_reading_whole(name: str, family_folder: Callab
     renderer = Renderer(tokenizer)
     ends = range(1, len(conversation.messages) + 1)
     texts = (
-        renderer.texts(conversation, list(ends), renderer.variables(conversation)[0], generation=True)
+        renderer.texts(conversation, list(ends), conversation.template, generation=True)
         if (case.family is not families.TURNS)
         else [tokenizer.apply_chat_template(conversation.messages, tokenize=False)]
     )
@@ -251,7 +251,7 @@ def test_last_supervises_only_what_fits_the_last_sample(family_folder: Callable[
     case = CASES["thinking, rewritten history"]
     samples, tokenizer = prepare_case(case.family, case.row, family_folder(case.family), on_rewrite="last")
     assert [supervised_texts(sample, tokenizer) for sample in samples] == case.supervised[-1:]
-    assert samples[0].notes == ("only_last_supervised",)
+    assert samples[0].notes == ("empty_thought", "only_last_supervised")
 
 
 @pytest.mark.parametrize(
@@ -283,7 +283,8 @@ def test_generation_tags_that_agree_pass_and_others_stop(family_folder: Callable
         renderer, encoder = Renderer(tokenizer), Encoder(tokenizer)
         assert renderer.has_generation_tags
         if agrees:
-            check_generation_tags(conversation, renderer, encoder, "rows.jsonl:1")
+            check_generation_tags(conversation, renderer, encoder)
         else:
-            with pytest.raises(DataError, match=r"rows\.jsonl:1: turn 1: the chat template's generation tags"):
-                check_generation_tags(conversation, renderer, encoder, "rows.jsonl:1")
+            with pytest.raises(RowRejected) as found:
+                check_generation_tags(conversation, renderer, encoder)
+            assert found.value.reason == "tags_disagree" and "turn 1: the chat template's" in found.value.detail
