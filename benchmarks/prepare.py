@@ -285,7 +285,7 @@ def unfinished_store(path: Path, rows: int, rows_a_part: int = 16_384) -> Unfini
             part.append(Sample(ids, spans, tags=("English",)), 11, 0, start + row + 1)
         part.write(folder, number, near=True)
         tally_path(folder, number).write_bytes(msgspec.json.encode(Tally(rows_in=count)))
-        shards.append(Shard(number, 0, "rows.jsonl", "jsonl", 0, 1, start + 1))
+        shards.append(Shard(number, 0, "rows.jsonl", Path("rows.jsonl"), "jsonl", 0, 1, start + 1))
     sources = [RowSource("rows.jsonl", "jsonl", "synthetic")]
     return UnfinishedStore(folder, path, sources, shards, DataConfig(), "0123456789ab", {})
 

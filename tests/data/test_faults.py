@@ -16,9 +16,9 @@ import template_families as families
 from paceline.config import DataConfig
 from paceline.data.chat_template import Renderer
 from paceline.data.encoder import Encoder
+from paceline.data.files import find_files
 from paceline.data.loss_mask import samples_of
 from paceline.data.prepare import prepare
-from paceline.data.readers import find_files
 from paceline.data.report import PrepareReport
 from paceline.data.rows import Conversation, RowRejected, read_row
 from paceline.data.store import open_store

@@ -67,7 +67,17 @@ def not_utf8(file: Path) -> None:
     pq.write_table(pa.Table.from_pylist([ROW]).append_column("note", text), file)
 
 
-@pytest.mark.parametrize("damage", [damaged_pages, impossible_time, not_utf8])
+@pytest.mark.parametrize(("damage", "column"), [(impossible_time, "at"), (not_utf8, "note")])
+def test_rows_of_a_table_that_cannot_be_read_are_set_aside(
+    damage: Callable[[Path], None], column: str, chatml: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "rows.parquet"
+    damage(file)
+    with pytest.raises(DataError, match=rf"of 1 rows none .*rows\.parquet:1 \(column {column}: "):
+        run(file, chatml, tmp_path / "store")
+
+
+@pytest.mark.parametrize("damage", [damaged_pages])
 def test_a_table_whose_rows_cannot_be_read_is_refused_in_one_line(
     damage: Callable[[Path], None], chatml: str, tmp_path: Path
 ) -> None:

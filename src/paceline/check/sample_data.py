@@ -12,8 +12,9 @@ import numpy as np
 
 from paceline.config import Settings
 from paceline.data.collate import collate
+from paceline.data.files import find_files
 from paceline.data.prepare import check_store, prepare
-from paceline.data.readers import Shard, find_files, read_shard, scan
+from paceline.data.readers import Shard, read_shard, scan
 from paceline.data.report import PrepareReport
 from paceline.data.rows import RowRejected
 from paceline.data.store import TokenStore, open_store
@@ -120,7 +121,7 @@ def take_rows(names: list[str], into: Path, rows: int) -> tuple[dict[int, str], 
                 text = "{" if isinstance(values, RowRejected) else json.dumps(values, ensure_ascii=False, default=str)
                 sink.write(text + "\n")
                 taken, written = taken + 1, written + len(text.encode()) + 1
-                origins[len(origins) + 1] = f"{piece.path}:{line}"
+                origins[len(origins) + 1] = f"{piece.name}:{line}"
             density.append(_rows_of(piece, taken, written))
     return origins, max(float(len(origins)), float(np.mean(density)) * len(pieces))
 

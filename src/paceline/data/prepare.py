@@ -27,8 +27,9 @@ import numpy as np
 from paceline import atomic_files
 from paceline.config import DataConfig
 from paceline.data.dedup import HeldOut, content_hash, prompt_of
+from paceline.data.files import DataFile, find_files
 from paceline.data.finalize import UnfinishedStore, finalize, sweep, unfinished_folder
-from paceline.data.readers import DataFile, RowSource, Shard, find_files, read_shard, scan
+from paceline.data.readers import RowSource, Shard, read_shard, scan
 from paceline.data.report import PrepareReport
 from paceline.data.rows import Conversation, ReadyTokens, RowRejected, read_row
 from paceline.data.store import FORMAT, MANIFEST, read_manifest
@@ -263,7 +264,7 @@ def _check_unchanged(paths: Sequence[DataFile], before: Sequence[tuple[int, int]
     for named, *stamps in zip(paths, before, _stamps(paths), strict=True):
         if stamps[0] != stamps[1]:
             atomic_files.remove(folder)
-            raise DataError(f"{named.path}: changed while it was read; run the same command when it is complete")
+            raise DataError(f"{named.name}: changed while it was read; run the same command when it is complete")
 
 
 def _held_out(
@@ -276,7 +277,7 @@ def _held_out(
     for shard in shards:
         for line, values in read_shard(shard):
             if isinstance(values, RowRejected):
-                raise DataError(f"{shard.path}:{line}: held-out row is not valid JSON; repair or remove the line")
+                raise DataError(f"{shard.name}:{line}: held-out row is not valid JSON; repair or remove the line")
             try:
                 row = read_row(values, answered=False)
                 if isinstance(row, Conversation):

@@ -1,13 +1,13 @@
 """Data files, cut into shards that can be read alone, and the rows of a shard.
 
 JSON lines are cut at line ends by bytes, Parquet at row groups, Arrow at record batches, so that neither memory nor the
-parts of a store depend on how many processes read. A folder is read as its `*.parquet`, `*.arrow` or `*.jsonl` files in
-the order of their names, as `datasets` writes them.
+parts of a store depend on how many processes read.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 import pyarrow as pa
 
+from paceline.data.files import DataFile, find_files
 from paceline.data.rows import RowRejected
 from paceline.errors import DataError
 from paceline.text import first_line
@@ -28,30 +29,11 @@ _ROWS = 4096
 """Rows of a shard of a Parquet or Arrow file, about."""
 _AT_ONCE = 256
 """Rows of a table that are Python objects at once."""
-_KINDS = {
-    ".jsonl": "jsonl",
-    ".json": "jsonl",
-    ".ndjson": "jsonl",
-    ".parquet": "parquet",
-    ".arrow": "arrow",
-    ".feather": "arrow",
-}
-_BESIDE_DATA = ("dataset_info.json", "state.json", "dataset_dict.json")
-"""Files that `datasets` writes beside the data."""
-
-
-@dataclass(frozen=True, slots=True)
-class DataFile:
-    """A data file as it was named: path, how often its rows are shown an epoch, and tags of all its rows."""
-
-    path: Path
-    weight: float = 1.0
-    tags: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class RowSource:
-    """A data file that was read once: path, kind (`jsonl`, `parquet` or `arrow`), hash of its bytes, and as named."""
+    """A data file that was read once: its name, kind, hash of its bytes, and weight and tags of its rows."""
 
     path: str
     kind: str
@@ -67,7 +49,9 @@ class Shard:
     Attributes:
         number: place among all shards.
         source: place of its source.
-        path, kind: of the source.
+        name: of the source, for messages.
+        path: where its content is.
+        kind: of the source.
         start, stop: bytes (`jsonl`), row groups (`parquet`) or record batches (`arrow`), stop exclusive.
         first_line: 1-based line (or row) at which it starts.
         tags: of all rows of the source.
@@ -75,92 +59,13 @@ class Shard:
 
     number: int
     source: int
-    path: str
+    name: str
+    path: Path
     kind: str
     start: int
     stop: int
     first_line: int
     tags: tuple[str, ...] = ()
-
-
-def find_files(names: Sequence[str], key: str = "data.train") -> list[DataFile]:
-    """The data files that the names mean: folders opened, `hub:` names loaded, `#tag=..&weight=..` read.
-
-    Raises:
-        DataError: none given, missing, empty, or of an unknown kind; one line each.
-    """
-    if not names:
-        raise DataError(f"{key}: no files given; list at least one JSONL or Parquet file")
-    files: list[DataFile] = []
-    errors: list[str] = []
-    for name in names:
-        try:
-            bare, options = _options(name)
-            paths = _hub_files(bare, options) if bare.startswith("hub:") else _local_files(Path(bare))
-            files += [DataFile(path, options["weight"], options["tags"]) for path in paths]
-        except DataError as error:
-            errors.append(f"{key}: {name}: {error}")
-    if errors:
-        raise DataError(*errors)
-    return files
-
-
-def _options(name: str) -> tuple[str, dict[str, Any]]:
-    """Name without its options, and these: `weight`, `tags`, and `split` of a hub data set."""
-    options: dict[str, Any] = {"weight": 1.0, "tags": (), "split": "train"}
-    bare, mark, written = name.rpartition("#")
-    if not mark or "=" not in written:
-        return name, options
-    for part in written.split("&"):
-        key, _, value = part.partition("=")
-        if key == "tag" and value:
-            options["tags"] = (*options["tags"], value.replace(",", " "))
-        elif key == "split" and value:
-            options["split"] = value
-        elif key == "weight":
-            try:
-                options["weight"] = float(value)
-            except ValueError:
-                options["weight"] = -1.0
-            if not 0 < options["weight"] <= 1000:
-                raise DataError(f"weight is {value!r}; it must be a number above 0 and at most 1000")
-        else:
-            raise DataError(f"{part!r} is not an option of a file; allowed are tag=WORD, weight=NUMBER and split=NAME")
-    return bare, options
-
-
-def _local_files(path: Path) -> list[Path]:
-    if path.is_dir():
-        if (path / "dataset_dict.json").is_file():
-            raise DataError("holds the splits of a data set, held-out ones among them; name the folder of one split")
-        found = (file for file in path.rglob("*") if file.suffix in _KINDS and not _is_beside_data(file))
-        inside = sorted(file for file in found if file.is_file())
-        if not inside:
-            raise DataError("no .jsonl, .parquet or .arrow file in this folder")
-        return inside
-    if not path.exists():
-        raise DataError("no such file")
-    if path.suffix not in _KINDS:
-        raise DataError(f"unknown kind of file; allowed are {', '.join(_KINDS)}")
-    if not path.stat().st_size:
-        raise DataError("the file is empty; give a file with one chat a line")
-    return [path]
-
-
-def _hub_files(name: str, options: dict[str, Any]) -> list[Path]:
-    """Arrow files of one split of a hub data set (or of a folder that `datasets` can load), loaded into its cache."""
-    import datasets
-    from datasets.exceptions import DatasetsError
-
-    try:
-        loaded: Any = datasets.load_dataset(name.removeprefix("hub:"), split=options["split"])
-    except (OSError, ValueError, DatasetsError) as error:
-        raise DataError(f"cannot be loaded: {first_line(error)}") from error
-    return [Path(file["filename"]) for file in loaded.cache_files]
-
-
-def _is_beside_data(file: Path) -> bool:
-    return file.name.startswith(("cache-", ".")) or file.name in _BESIDE_DATA
 
 
 def scan(
@@ -175,25 +80,24 @@ def scan(
     Raises:
         DataError: a file that cannot be read as its kind.
     """
-    total = sum(named.path.stat().st_size for named in files)
+    total = sum(file.path.stat().st_size for file in files)
     done = 0
     sources: list[RowSource] = []
     shards: list[Shard] = []
-    for place, named in enumerate(files):
-        file, kind = named.path, _KINDS[named.path.suffix]
-        digest, cuts = _scan_lines(file) if kind == "jsonl" else (_hash(file), _scan_table(file, kind))
-        sources.append(RowSource(str(file), kind, digest, named.weight, named.tags))
+    for place, file in enumerate(files):
+        lines = file.kind == "jsonl"
+        digest, cuts = _scan_lines(file.path) if lines else (_hash(file.path), _scan_table(file))
+        sources.append(RowSource(file.name, file.kind, digest, file.weight, file.tags))
         for start, stop, first in cuts:
-            shards.append(Shard(len(shards), place, str(file), kind, start, stop, first, named.tags))
-        done += file.stat().st_size
+            shards.append(Shard(len(shards), place, file.name, file.path, file.kind, start, stop, first, file.tags))
+        done += file.path.stat().st_size
         if progress:
             progress(done, total)
     return sources, shards
 
 
 def _scan_lines(file: Path) -> tuple[str, list[tuple[int, int, int]]]:
-    size = file.stat().st_size
-    aim = min(_LARGEST_SHARD, max(_SMALLEST_SHARD, size // _SHARDS))
+    aim = min(_LARGEST_SHARD, max(_SMALLEST_SHARD, file.stat().st_size // _SHARDS))
     digest = hashlib.blake2b(digest_size=16)
     cuts: list[tuple[int, int, int]] = []
     start, first, line, offset = 0, 1, 1, 0
@@ -216,12 +120,15 @@ def _hash(file: Path) -> str:
         return hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
-def _scan_table(file: Path, kind: str) -> list[tuple[int, int, int]]:
+def _scan_table(file: DataFile) -> list[tuple[int, int, int]]:
     """Runs of row groups or record batches of about `_ROWS` rows."""
     try:
-        counts = _parquet_counts(file) if kind == "parquet" else [batch.num_rows for batch in _arrow_batches(file)]
+        if file.kind == "parquet":
+            counts = _parquet_counts(file.path)
+        else:
+            counts = [batch.num_rows for batch in _arrow_batches(file.path)]
     except (OSError, pa.ArrowException) as error:
-        raise DataError(f"{file}: cannot be read as {kind}: {first_line(error)}") from error
+        raise DataError(f"{file.name}: cannot be read as {file.kind}: {first_line(error)}") from error
     cuts: list[tuple[int, int, int]] = []
     start, held, first = 0, 0, 1
     for place, count in enumerate(counts):
@@ -256,21 +163,21 @@ def read_rows(names: Sequence[str], key: str) -> Iterator[tuple[str, Any]]:
     _, shards = scan(find_files(names, key))
     for shard in shards:
         for line, row in read_shard(shard):
-            yield f"{shard.path}:{line}", row
+            yield f"{shard.name}:{line}", row
 
 
 def read_shard(shard: Shard) -> Iterator[tuple[int, Any]]:
-    """Line number and row of each row of a shard; a line that is not JSON gives a `RowRejected` in place of its row.
+    """Line number and row of each row of a shard; a `RowRejected` in place of a row that cannot be read.
 
     Raises:
-        DataError: rows of a table that cannot be read.
+        DataError: a table that cannot be read any further.
     """
     return _read_lines(shard) if shard.kind == "jsonl" else _read_table(shard)
 
 
 def _read_lines(shard: Shard) -> Iterator[tuple[int, Any]]:
     line = shard.first_line - 1
-    with Path(shard.path).open("rb") as stream:
+    with shard.path.open("rb") as stream:
         stream.seek(shard.start)
         left = shard.stop - shard.start
         for text in stream:
@@ -281,17 +188,21 @@ def _read_lines(shard: Shard) -> Iterator[tuple[int, Any]]:
             if line == 1:
                 text = text.removeprefix(b"\xef\xbb\xbf")
             if text.strip():
-                yield line, _decoded(text)
+                yield line, _value(text)
 
 
-def _decoded(text: bytes | str) -> Any:
-    """A value of JSON text; a `RowRejected` in its place where it is not JSON."""
+def _value(text: bytes) -> Any:
+    """A value of JSON text, NaN and infinities as null; a `RowRejected` in its place where it is not JSON."""
     try:
-        return msgspec.json.decode(text)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        why = "nested too deeply" if isinstance(error, RecursionError) else str(error)
-        head = text[:60] if isinstance(text, str) else text[:60].decode("utf-8", "replace")
-        return RowRejected("invalid_json", f"{why}: {head.strip()}")
+        try:
+            return msgspec.json.decode(text)
+        except msgspec.DecodeError:
+            if b"NaN" not in text and b"Infinity" not in text:
+                raise
+            return msgspec.json.decode(msgspec.json.encode(json.loads(text)))
+    except (ValueError, RecursionError) as error:
+        why = "nested too deeply" if isinstance(error, RecursionError) else first_line(error)
+        return RowRejected("invalid_json", f"{why}: {text[:60].decode('utf-8', 'replace').strip()}")
 
 
 def _read_table(shard: Shard) -> Iterator[tuple[int, Any]]:
@@ -299,16 +210,15 @@ def _read_table(shard: Shard) -> Iterator[tuple[int, Any]]:
     while True:
         try:
             batch = next(batches, None)
-            rows = [] if batch is None else batch.to_pylist()
-        except (OSError, pa.ArrowException, ValueError, OverflowError) as error:
+        except (OSError, pa.ArrowException) as error:
             raise DataError(
-                f"{shard.path}: row {line} and the rows after it cannot be read as {shard.kind}: {first_line(error)}; "
-                "write the file again, without the column that is broken"
+                f"{shard.name}: row {line} and the rows after it cannot be read as {shard.kind}: {first_line(error)}; "
+                "write the file again"
             ) from error
         if batch is None:
             return
-        for row in rows:
-            yield line, _without_nulls(row)
+        for row in _rows(batch):
+            yield line, row
             line += 1
 
 
@@ -319,16 +229,59 @@ def _batches(shard: Shard) -> Iterator[pa.RecordBatch]:
         groups = list(range(shard.start, shard.stop))
         yield from pq.ParquetFile(shard.path).iter_batches(batch_size=_AT_ONCE, row_groups=groups)
         return
-    for number, batch in enumerate(_arrow_batches(Path(shard.path))):
+    for number, batch in enumerate(_arrow_batches(shard.path)):
         if number >= shard.stop:
             return
         if number >= shard.start:
             yield from (batch.slice(at, _AT_ONCE) for at in range(0, batch.num_rows, _AT_ONCE))
 
 
-def _without_nulls(value: Any) -> Any:
-    """Without the keys that are null, at every depth: Arrow gives every struct the fields of all rows, null where a row
-    has none."""
-    if isinstance(value, dict):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
-    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+def _rows(batch: pa.RecordBatch) -> Iterator[Any]:
+    """Rows of a table as JSON lines would have them; a `RowRejected` in place of one that cannot be read."""
+    plain = _reader(pa.struct(list(batch.schema)))
+    try:
+        values = batch.to_pylist()
+    except (ValueError, OverflowError, pa.ArrowException):
+        values = [None] * batch.num_rows
+    for number, value in enumerate(values):
+        try:
+            yield plain(value if value is not None else _row_alone(batch.slice(number, 1)))
+        except RowRejected as rejected:
+            yield rejected
+
+
+def _row_alone(row: pa.RecordBatch) -> Any:
+    found = {}
+    for name, column in zip(row.schema.names, row.columns, strict=True):
+        try:
+            found[name] = column[0].as_py()
+        except (ValueError, OverflowError, pa.ArrowException) as error:
+            raise RowRejected("unreadable", f"column {name}: {first_line(error)}") from error
+    return found
+
+
+def _reader(kind: pa.DataType) -> Callable[[Any], Any]:
+    """How a value of an Arrow type is read, at every depth.
+
+    A struct has the fields of all rows, null where a row has none: those are left out. `datasets` keeps values whose
+    type differs from row to row as JSON text (`arrow.json`): they are decoded, nulls in them stay.
+
+    Raises:
+        RowRejected: by what is returned, for text that is not JSON.
+    """
+    if isinstance(kind, pa.JsonType):
+        return _json
+    if pa.types.is_struct(kind):
+        readers = {field.name: _reader(field.type) for field in kind}
+        return lambda value: value and {key: readers[key](item) for key, item in value.items() if item is not None}
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
+        item_of = _reader(kind.value_type)
+        return lambda value: value and [item_of(item) for item in value]
+    return lambda value: value
+
+
+def _json(text: str | None) -> Any:
+    value = None if text is None else _value(text.encode())
+    if isinstance(value, RowRejected):
+        raise value
+    return value

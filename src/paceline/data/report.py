@@ -9,6 +9,7 @@ import numpy as np
 
 REASONS = {
     "invalid_json": "not valid JSON",
+    "unreadable": "a column of the table holds a value that cannot be read",
     "no_messages": "no chat, text or tokens in a known form",
     "wrong_roles": "turns with unknown roles, or without content",
     "no_assistant": "no assistant turn after a question",

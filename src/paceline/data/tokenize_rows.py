@@ -132,7 +132,7 @@ def tokenize_shard(shard: Shard) -> None:
     asked: list[tuple[str, bytes]] = []
     for line, values in read_shard(shard):
         tally.rows_in += 1
-        where = f"{shard.path}:{line}"
+        where = f"{shard.name}:{line}"
         if row_is_held_out(values, worker.settings.heldout_share):
             tally.leave_out("heldout_split", where)
             held.append(values)

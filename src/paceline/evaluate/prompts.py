@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from paceline.data.chat_template import Renderer
-from paceline.data.readers import find_files, read_rows
+from paceline.data.files import find_files
+from paceline.data.readers import read_rows
 from paceline.data.rows import Conversation, RowRejected, read_row
 from paceline.data.served_turn import served_prompt
 from paceline.data.tags import conversation_tags

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from paceline.checkpoint import checkpoints, run_directory
 from paceline.config import Settings
+from paceline.data.files import find_files
 from paceline.data.holdout import heldout_files
-from paceline.data.readers import find_files
 from paceline.errors import ConfigError, DataError
 from paceline.pipeline.messages import Failed, Ready, Reply
 from paceline.pipeline.process import WorkerProcess
