@@ -8,7 +8,9 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from dataclasses import MISSING, fields
+from itertools import pairwise
+from typing import Any, TypeVar, cast
 
 import tyro
 from rich.console import Console
@@ -44,16 +46,38 @@ def parse(
         ConfigError: unknown flags, one line each.
         SystemExit: ``--help`` (0) or misuse that tyro reports (2).
     """
-    if settings and any(word in ("-h", "--help") for word in argv):
-        description += "\n\n" + settings_help()
+    if settings:
+        _help_on_settings(argv)
+        sections = ", ".join(name for name, info in Settings.model_fields.items() if name in _sections())
+        description += (
+            f"\nSettings (YAML keys, or flags of the same dotted name, for example --optimizer.lr 3e-4): {sections}.\n"
+            f"`{prog} --help SECTION` explains those of a section, `{prog} --help-all` all of them."
+        )
+    missing = [
+        entry.name.upper() for entry in fields(cast(Any, kind)) if entry.default is MISSING is entry.default_factory
+    ]
+    if missing and not argv:
+        example = next(prog + line.partition(prog)[2] for line in description.splitlines() if f"{prog} " in line)
+        raise ConfigError(f"{missing[0]}: not given; for example: {example}")
     arguments, rest = tyro.cli(kind, args=list(argv), prog=prog, description=description, return_unknown_args=True)
     return arguments, _dotted(rest, allowed=settings, prog=prog)
 
 
-def settings_help() -> str:
-    """All settings with type, default and sentence, one a line."""
-    rows = [f"  --{name} ({kind}, default {default}): {text}" for name, kind, default, text in setting_rows()]
-    return "Settings, as YAML keys or as flags of the same dotted name:\n" + "\n".join(rows)
+def _sections() -> set[str]:
+    """Names of the settings' sections, ``run`` for those that are in none."""
+    return {name.partition(".")[0] for name in known_names() if "." in name}
+
+
+def _help_on_settings(words: Sequence[str]) -> None:
+    """Answer ``--help-all`` and ``--help SECTION``; then the program ends."""
+    asked = [after for word, after in pairwise(words) if word in ("-h", "--help")]
+    section = next((name for name in asked if name in _sections()), None)
+    if section is None and "--help-all" not in words:
+        return
+    for name, kind, default, text in setting_rows():
+        if section in (None, name.partition(".")[0]):
+            stdout.print(f"[bold]--{name}[/]  {escape(f'{kind}, default {default}')}\n    {escape(text)}")
+    raise SystemExit(0)
 
 
 def _dotted(words: Sequence[str], *, allowed: bool, prog: str) -> dict[str, str]:

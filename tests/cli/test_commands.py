@@ -106,3 +106,23 @@ def test_control_characters_of_data_are_shown(capsys: pytest.CaptureFixture[str]
 
     assert command.guarded(binary, []) == 2
     assert capsys.readouterr().err == "error: bin.jsonl:1: \\x1b[2Jnot \\x00 JSON, naïve 中文 🙂\n"
+
+
+@pytest.mark.parametrize("name", [name for name in COMMANDS if name not in ("demo",)])
+def test_a_missing_argument_is_one_line(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([name]) == 2
+    shown = capsys.readouterr().err.strip()
+    assert shown.startswith("error: ") and shown.count("\n") == 0
+
+
+def test_settings_are_explained_by_section(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["train", "--help", "optimizer"])
+    section = capsys.readouterr().out
+    assert "--optimizer.lr" in section and "--plan.strategy" not in section
+    with pytest.raises(SystemExit):
+        main(["train", "--help-all"])
+    assert {"--optimizer.lr", "--plan.strategy", "--seed"} <= set(capsys.readouterr().out.split())
+    with pytest.raises(SystemExit):
+        main(["demo", "--help"])
+    assert len(capsys.readouterr().out.splitlines()) < 40
