@@ -94,6 +94,14 @@ def messages_of(turns: Sequence[Turn], key: str | None, arguments_as_text: bool 
     return made
 
 
+def parts_of(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message with its content as a list of parts, its thought as one of them."""
+    thought = message.get("thinking")
+    parts = [{"type": "thinking", "thinking": thought}] if thought else []
+    kept = {key: value for key, value in message.items() if key != "thinking"}
+    return {**kept, "content": [*parts, {"type": "text", "text": message["content"]}]}
+
+
 def without_ids(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """The same, where calls and results have no ids."""
     made = [{key: value for key, value in message.items() if key != "tool_call_id"} for message in messages]
@@ -106,11 +114,12 @@ def without_ids(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 def served_prompts(tokenizer: Any, chat: Chat, place: int, mode: Mapping[str, Any]) -> Iterator[list[int]]:
     """Token ids that a server may feed before the turn at `place`, in one mode: whatever form thoughts come in."""
     seen: list[list[int]] = []
-    for key, as_text, in_parts in itertools.product((*REASONING_KEYS, None), (False, True), (False, True)):
+    forms = itertools.product((*REASONING_KEYS, None), (False, True), ("none", "thoughts", "all"))
+    for key, as_text, in_parts in forms:
         messages = messages_of(chat.turns[:place], key, as_text)
         messages = messages if chat.ids else without_ids(messages)
-        if in_parts:
-            messages = [{**told, "content": [{"type": "text", "text": told["content"]}]} for told in messages]
+        if in_parts != "none":
+            messages = [parts_of(told) if in_parts == "all" or "thinking" in told else told for told in messages]
         try:
             ids = tokenizer.apply_chat_template(
                 messages,

@@ -42,8 +42,8 @@ class Family:
     reads: str = "byte"
 
 
-def build(family: Family, folder: Path) -> None:
-    """Train the family's tokenizer and save it."""
+def build(family: Family, folder: Path) -> PreTrainedTokenizerFast:
+    """The family's tokenizer, trained and saved."""
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>" if family.reads == "metaspace" else None))
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     if family.reads == "metaspace":
@@ -78,6 +78,7 @@ def build(family: Family, folder: Path) -> None:
         clean_up_tokenization_spaces=False,
     )
     wrapped.save_pretrained(folder)
+    return wrapped
 
 
 CHATML = Family(

@@ -288,3 +288,55 @@ def test_generation_tags_that_agree_pass_and_others_stop(family_folder: Callable
             with pytest.raises(RowRejected) as found:
                 check_generation_tags(conversation, renderer, encoder)
             assert found.value.reason == "tags_disagree" and "turn 1: the chat template's" in found.value.detail
+
+
+def test_the_text_alone_is_learned_where_that_is_meant(family_folder: Callable[[Family], str]) -> None:
+    asked, thoughtful = turn(U, "Hi"), turn(A, "Hello.", reasoning_content="greet")
+    calling = chat(asked, turn(A, "I look.", tool_calls=CALL, reasoning_content="use it"))
+    written = 'I look.<call>{"name": "add", "arguments": {"a": 1}}</call><|im_end|>'
+    for family, row, texts in (
+        (families.CHATML, chat(asked, thoughtful, turn(U, "2?"), turn(A, "4")), ["Hello.<|im_end|>", "4<|im_end|>"]),
+        (families.CHATML, calling, ["I look.<|im_end|>"]),
+        (families.TOOLS, calling, [written]),
+    ):
+        folder = family_folder(family)
+        with pytest.raises(RowRejected, match="not_written"):
+            prepare_case(family, row, folder)
+        (sample,), tokenizer = prepare_case(family, row, folder, on_not_written="text")
+        assert supervised_texts(sample, tokenizer) == texts and sample.notes == ("text_alone",)
+        assert "no-thinking" in sample.tags and "thinking" not in sample.tags
+    folder = family_folder(families.THINKING)
+    (sample,), _ = prepare_case(families.THINKING, chat(asked, thoughtful), folder, on_not_written="text")
+    assert "thinking" in sample.tags and not sample.notes, "what the template writes is learned whole"
+    call_alone, folder = chat(asked, turn(A, "", tool_calls=CALL)), family_folder(families.CHATML)
+    with pytest.raises(RowRejected, match="empty_text"):
+        prepare_case(families.CHATML, call_alone, folder, on_not_written="text")
+
+
+def test_ids_of_a_server_are_learned_where_they_are_those_of_the_text(family_folder: Callable[[Family], str]) -> None:
+    folder = family_folder(families.CHATML)
+    tokenizer = load_tokenizer(folder)
+    letters = [tokenizer.encode(letter, add_special_tokens=False)[0] for letter in "Hello."]
+    usual = tokenizer.encode("Hello.", add_special_tokens=False)
+    assert letters != usual and tokenizer.decode(letters) == "Hello."
+    end = tokenizer.eos_token_id
+    for given, learned in (
+        (letters, letters),
+        ([*letters, end], letters),
+        (letters[:-1], usual),
+        ([*letters, letters[0]], usual),
+    ):
+        row = chat(turn(U, "Hi"), turn(A, "Hello.", token_ids=given), turn(U, "2?"), turn(A, "4"))
+        samples, _ = prepare_case(families.CHATML, row, folder)
+        found = [sample.ids[a:b].tolist() for sample in samples for a, b in sample.spans.reshape(-1, 2).tolist()]
+        assert found == [[*learned, end], [*tokenizer.encode("4", add_special_tokens=False), end]]
+
+
+def test_a_turn_without_loss_is_context(family_folder: Callable[[Family], str]) -> None:
+    folder = family_folder(families.CHATML)
+    row = chat(*TWO[:1], {**TWO[1], "weight": 0}, *TWO[2:], turn(U, "3?"), turn(A, "6", loss=False))
+    (sample,), tokenizer = prepare_case(families.CHATML, row, folder)
+    assert supervised_texts(sample, tokenizer) == ["4<|im_end|>"]
+    assert "Hello.<|im_end|>" in tokenizer.decode(sample.ids) and "3?" not in tokenizer.decode(sample.ids)
+    with pytest.raises(RowRejected, match="nothing_supervised"):
+        prepare_case(families.CHATML, chat(turn(U, "Hi"), turn(A, "Hello.", train=False)), folder)

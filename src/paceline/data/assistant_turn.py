@@ -68,37 +68,25 @@ def said_in(message: Mapping[str, Any]) -> Said:
 
 
 def not_written(said: Said, written: str) -> str:
-    """What of a turn its rendering does not hold, or holds twice; "" where it holds each part once."""
-    start = 0
-    for name, part in (("thought", said.thought.strip()), ("text", said.text.strip())):
-        found = written.find(part, start)
-        if part and found < 0:
-            found = written.find(part)
-        if found < 0:
-            return f"the {name}"
-        start = found + len(part) if name == "thought" else start
-    return _lost_call(said.calls, written) or _doubled(said, written)
+    """What of a turn its rendering does not hold, or holds twice; "" where it holds each part once.
 
-
-def _lost_call(calls: tuple[JsonDict, ...], written: str) -> str:
-    start = 0
-    for number, call in enumerate(calls, start=1):
-        name = call["function"]["name"]
-        start = written.find(name, start)
-        if start < 0:
-            return f"call {number} of {len(calls)} ({name})"
-        start += len(name)
-        for value in _leaves(call["function"]["arguments"]):
-            if not any(form in written[start:] for form in _forms(value)):
-                return f"an argument of call {number} ({name})"
-    return ""
-
-
-def _doubled(said: Said, written: str) -> str:
-    own = "\0".join([said.thought, said.text, *(str(leaf) for call in said.calls for leaf in _leaves(call))])
-    for name, part in (("thought", said.thought.strip()), ("text", said.text.strip())):
-        if len(part) >= _LONG and written.count(part) > own.count(part):
-            return f"the {name} once (it is written twice)"
+    A part is missing where it occurs less often than in all parts together: short texts occur inside others.
+    """
+    thought, text = said.thought.strip(), said.text.strip()
+    names = [call["function"]["name"] for call in said.calls]
+    leaves = [leaf for call in said.calls for leaf in _leaves(call["function"]["arguments"])]
+    for what, part in (("thought", thought), ("text", text)):
+        if part and written.count(part) < thought.count(part) + text.count(part):
+            return f"the {what}"
+        # In short ones the template's own words may occur.
+        if len(part) >= _LONG and written.count(part) > "\0".join([thought, text, *map(str, leaves)]).count(part):
+            return f"the {what} once (it is written twice)"
+    for name in names:
+        if written.count(name) < sum(part.count(name) for part in (thought, text, *names)):
+            return f"a call of {name}"
+    for leaf in leaves:
+        if not any(form in written for form in _forms(leaf)):
+            return f"an argument of a call ({str(leaf)[:40]!r})"
     return ""
 
 

@@ -141,6 +141,8 @@ class Renderer:
         if any(turn.thought for turn in said.values()):
             keys = [key for key in REASONING_KEYS if key in self.source.keys]
             forms = [_with_thoughts_as(key, conversation.messages, said) for key in keys]
+            if {"text", "thinking"} <= self.source.keys:
+                forms.append(_with_thoughts_as(None, conversation.messages, said))
             if not forms or any(turn.inline for turn in said.values()):
                 forms.append(conversation.messages)
         if any(turn.calls for turn in said.values()):
@@ -263,18 +265,20 @@ class Renderer:
             raise RowRejected("template_refuses", lines[0] if lines else type(error).__name__) from error
 
 
-def _with_thoughts_as(key: str, messages: Sequence[JsonDict], said: Mapping[int, Said]) -> list[JsonDict]:
-    """The messages with each thought under one key, and out of the content."""
+def _with_thoughts_as(key: str | None, messages: Sequence[JsonDict], said: Mapping[int, Said]) -> list[JsonDict]:
+    """The messages with each thought under one key, or (None) as a part of the content."""
     turned = list(messages)
     for place, turn in said.items():
         if turn.thought:
             rest = {name: value for name, value in messages[place].items() if name not in REASONING_KEYS}
-            turned[place] = {**rest, "content": turn.text, key: turn.thought}
+            parts = [{"type": "thinking", "thinking": turn.thought}, {"type": "text", "text": turn.text}]
+            turned[place] = {**rest, "content": turn.text, key: turn.thought} if key else {**rest, "content": parts}
     return turned
 
 
 def _in_parts(message: JsonDict) -> JsonDict:
-    return {**message, "content": [{"type": "text", "text": message["content"]}]}
+    content = message["content"]
+    return message if isinstance(content, list) else {**message, "content": [{"type": "text", "text": content}]}
 
 
 def _with_argument_text(message: JsonDict) -> JsonDict:

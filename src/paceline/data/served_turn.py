@@ -12,6 +12,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from paceline.data.assistant_turn import Said, not_written, said_by_place
 from paceline.data.chat_template import Renderer, Variables
@@ -264,8 +265,10 @@ def _reworded(message: JsonDict, said: Said) -> JsonDict:
     def other(text: str) -> str:
         return text if not text.strip() else "0 other" if text.strip()[0] != "0" else "1 other"
 
-    content = other(said.text)
-    if said.inline and message["content"] != said.text:
+    content: Any = other(said.text)
+    if isinstance(message["content"], list):
+        content = [{**part, part["type"]: other(part[part["type"]])} for part in message["content"]]
+    elif said.inline and message["content"] != said.text:
         content = said.inline[0] + other(said.inline[1]) + said.inline[2] + content
     turn = {**message, "content": content}
     for key in REASONING_KEYS:

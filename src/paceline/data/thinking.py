@@ -21,16 +21,18 @@ CLOSES_THOUGHT = re.compile(
     r"|(?:<\|START_THINKING\|>\s*)?<\|END_THINKING\|>)\s*$"
 )
 """A prompt that ends so has the target answer without a thought."""
-EMPTY_MARKS = re.compile(
-    rf"\s*(?:<({_TAGS})>\s*</\1>|\[THINK\]\s*\[/THINK\]|<\|channel>thought\s*<channel\|>"
-    r"|<\|START_THINKING\|>\s*<\|END_THINKING\|>|<\|inner_prefix\|>\s*<\|inner_suffix\|>)"
+_EMPTY_MARKS = (
+    rf"<({_TAGS})>\s*</\1>|\[THINK\]\s*\[/THINK\]|<\|channel>thought\s*<channel\|>"
+    r"|<\|START_THINKING\|>\s*<\|END_THINKING\|>|<\|inner_prefix\|>\s*<\|inner_suffix\|>"
 )
+EMPTY_MARKS = re.compile(rf"\s*(?:{_EMPTY_MARKS})")
 """An empty pair of the usual marks of a thought."""
 EMPTY_THOUGHT = re.compile(
-    r"\s*(?:[^\w\s]+(\w+)[^\w\s]+\s*[^\w\s]+\1[^\w\s]+|[^\w\s]*/(\w+)[^\w\s]+|<\|channel>thought\s*<channel\|>"
-    r"|<\|START_THINKING\|>\s*<\|END_THINKING\|>)\s*"
+    rf"\s*(?:{_EMPTY_MARKS}|</(?:{_TAGS})>|\[/THINK\]"
+    r"|[^\w\s]+(\w+)[^\w\s]+\s*[^\w\s]+\2[^\w\s<\[]+|[^\w\s]*/\w+[^\w\s<\[]+)\s*"
 )
-"""An empty pair of marks around a thought, or the closing one of a pair that the generation prompt opened."""
+"""An empty pair of marks around a thought, or the closing one of a pair that the generation prompt opened; after the
+usual ones, anything that looks like such a pair."""
 _SWITCH_NAME = re.compile("think|reason|thought", re.IGNORECASE)
 _OF_HISTORY = re.compile("clear|keep|preserve|past|previous|histor|truncat|strip|remove|drop|budget|content", re.I)
 """Switches that hold this decide what becomes of earlier thoughts, not whether the target thinks."""
