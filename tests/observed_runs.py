@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import yaml
 
-from paceline.config import ObserveConfig, PlanConfig
+from paceline.config import ObserveConfig, PlanConfig, Settings, dump_settings
 from paceline.observe.diagnosis.diagnose import diagnose
 from paceline.observe.metrics_file import EventLine, read_lines
 from paceline.observe.observer import open_observer
 from paceline.observe.run_history import read_history
 from paceline.plan.epoch import plan_epoch
-from paceline.types import BucketTotals, Ratio, StepReport
+from paceline.types import BucketTotals, Ratio, StepReport, WorkerTotals
 
 
 @dataclass(frozen=True)
@@ -142,6 +142,48 @@ def write_manifest(run_dir: Path, **changes: Any) -> None:
     folder = run_dir / "store"
     folder.mkdir(exist_ok=True)
     (folder / "manifest.json").write_text(json.dumps({"report": {**report, **changes}}))
+
+
+def make_run_directory(
+    run_dir: Path,
+    *,
+    steps: int = 40,
+    status: str = "finished",
+    changes: dict[str, Any] | None = None,
+    validated: bool = False,
+    skipped: Sequence[int] = (),
+    alternate: bool = False,
+) -> Path:
+    """A whole run directory, with settings, facts and a prepared store.
+
+    Args:
+        run_dir: where it goes.
+        steps: optimizer steps.
+        status: how it ended.
+        changes: further settings of `ObserveConfig`.
+        validated: whether every tenth step has a held-out τ.
+        skipped: steps without an update.
+        alternate: whether samples of bucket 3 are in every second step only.
+    """
+    settings = ObserveConfig(console="quiet", **(changes or {}))
+    observer = open_observer(settings, run_dir, total_steps=steps, header={"samples_per_epoch": 12 * steps})
+    (run_dir / "settings.yaml").write_text(dump_settings(Settings(run_dir=str(run_dir), target={"path": "small"})))
+    (run_dir / "run.json").write_text(json.dumps({"versions": {"paceline": "0.1.0"}, "drafter": {"block_size": 4}}))
+    write_manifest(run_dir)
+    rng = np.random.default_rng(0)
+    workers = {"target_0": WorkerTotals(2, 200, 0.4), "target_1": WorkerTotals()}
+    for step in range(1, steps + 1):
+        observer.gauge("queue/features_items", 3)
+        observer.gauge("queue/features_bytes", 2048)
+        samples = random_samples(rng, 40)
+        if alternate and step % 2:
+            samples = [sample for sample in samples if sample.bucket != 3]
+        report = report_of(step, samples, workers=workers, skipped=step in skipped)
+        if validated and step % 10 == 0:
+            report = replace(report, ratios={**report.ratios, "validation/acceptance/streak": Ratio(10, 10)})
+        observer.step(report)
+    observer.close(status)
+    return run_dir
 
 
 NUM_ANCHORS, BLOCK = 64, 16

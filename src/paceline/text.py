@@ -26,6 +26,11 @@ def percent(share: float | None) -> str:
     return f"{share * 100:.0f} %" if abs(share) >= 0.0995 or share == 0 else f"{share * 100:.1f} %"
 
 
+def fixed(value: float | None, digits: int = 2) -> str:
+    """``2.5`` → ``2.50``; ``–`` for what is not a number."""
+    return "–" if value is None or not math.isfinite(value) else f"{value:.{digits}f}"
+
+
 def signed(value: float, digits: int) -> str:
     """``-0.5`` → ``−0.50``, ``0.5`` → ``+0.50``."""
     return f"{value:+.{digits}f}".replace("-", "−")
@@ -43,6 +48,11 @@ def duration(seconds: float | None) -> str:
     if hours >= 48:
         return f"{hours // 24} d {hours % 24} h"
     return f"{hours}:{minutes:02d}:{left:02d}" if hours else f"{minutes}:{left:02d}"
+
+
+def shortened(text: str, most: int) -> str:
+    """The text, or its beginning and an ellipsis where it is longer than ``most`` characters."""
+    return text if len(text) <= most else text[: most - 1] + "…"
 
 
 def readable(text: str) -> str:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 
@@ -71,6 +72,23 @@ def test_runs_of_the_same_name_are_told_apart(make_run):
     assert "run (1)" in text and "run (2)" in text
 
 
+def test_each_tau_has_its_prompts_and_limits_beside_it(make_run):
+    runs = []
+    for name, tokens, block in (("a", 64, 4), ("b", 256, 8)):
+        run_dir = make_run(steps=2, name=name)
+        conditions = {"max_new_tokens": tokens, "temperature": 0.0, "dtype": "float32"}
+        entry = {"step": 2, "num_prompts": 24, "tau_micro": 2.5, "conditions": conditions}
+        (run_dir / "evaluation.json").write_text(json.dumps({"evaluations": [entry]}))
+        (run_dir / "run.json").write_text(json.dumps({"versions": {"torch": name}, "drafter": {"block_size": block}}))
+        runs.append(read_history(run_dir))
+    text = render_comparison(runs)
+    cells = "".join(f"<td>24 prompts, ≤ {tokens} tokens, greedy, float32</td>" for tokens in (64, 256))
+    assert f'<th scope="row">decoded with</th>{cells}' in text
+    drafters, environments = text.index('id="drafters"'), text.index('id="environment"')
+    assert "block_size" in text[drafters:environments] and "block_size" not in text[environments:]
+    assert "versions.torch" in text[environments:]
+
+
 def test_the_command_compares_several_runs(make_run, tmp_path, capsys, monkeypatch):
     first, second = make_run(steps=2, name="a"), make_run(steps=2, name="b")
     monkeypatch.chdir(tmp_path)
@@ -79,5 +97,6 @@ def test_the_command_compares_several_runs(make_run, tmp_path, capsys, monkeypat
     assert (tmp_path / "comparison.html").is_file()
     assert guarded(command.run, [str(first), str(tmp_path / "none")]) == 1
     assert "none: does not exist" in capsys.readouterr().err
-    assert guarded(command.run, []) == 2
-    assert "no run given" in capsys.readouterr().err
+    for words in ([], ["--watch"]):
+        assert guarded(command.run, words) == 2
+        assert "given" in capsys.readouterr().err

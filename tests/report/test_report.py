@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import base64
 import html.parser
 import json
 import re
@@ -7,33 +8,44 @@ import shutil
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 
+from observed_runs import write_manifest
 from paceline.cli import report as command
 from paceline.cli.command import guarded
 from paceline.errors import RunDirectoryError
-from paceline.observe.metrics_file import read_lines
-from paceline.observe.run_history import read_history
-from paceline.report import plots
+from paceline.report.drawing import SERIES
 from paceline.report.report import write_report
-from paceline.report.svg import condensed, smoothed
 
 VOID = {"meta", "link", "br", "img", "input"}
 
 
-HEADINGS = (
-    "Summary", "Loss", "Loss by length bucket", "Acceptance length τ", "By slot, last tenth of the run", "Data",
-    "Which lengths trained when", "Sample length", "Padding", "Gradient norm", "Stage: target", "Environment",
-    "Decoding held-out prompts", "Configuration", "Plan and padding", "Draft positions a second",
-)  # fmt: skip
-
-
 EVALUATION = {
+    "step": 40,
+    "num_prompts": 8,
+    "passes": 9,
+    "tau_micro": 2.75,
+    "lossless": {"equal": 7, "prompts": 8},
     "slots": [{"slot": 1, "conditional": 0.7}, {"slot": 2, "conditional": None}],
-    "by_tag": {"code": {"tau": 3.25, "passes": 4, "tokens": 13}},
-    "rows": [{"id": "p-1", "tau": 2.5, "accepted": [3, 0]}],
+    "by_tag": {
+        "code": {"tau": 3.25, "passes": 4, "tokens": 13},
+        "on-every-row": {"tau": 2.75, "passes": 9, "tokens": 25},
+    },
+    "rows": [{"id": "p-1", "tau": 2.5, "accepted": [1], "pieces": ["One", " two", " <three>"]}],
+    "conditions": {"max_new_tokens": 64, "temperature": 0.0, "dtype": "float32"},
 }
+OTHER = {"step": 40, "num_prompts": 4, "tau_micro": 1.5, "conditions": {"max_new_tokens": 24, "temperature": 0.8}}
+
+
+def evaluated(run_dir):
+    (run_dir / "evaluation.json").write_text(json.dumps({"evaluations": [EVALUATION], "others": [OTHER]}))
+    return run_dir
+
+
+def drawings(text):
+    """Title and SVG of each figure."""
+    found = re.findall(r'<h3>([^<]*)</h3><img src="data:image/svg\+xml;base64,([^"]+)"', text)
+    return {title: base64.b64decode(source).decode() for title, source in found}
 
 
 class Checker(html.parser.HTMLParser):
@@ -81,70 +93,141 @@ def checked(path) -> tuple[Checker, str]:
     return checker, text
 
 
-def test_the_report_of_a_run_is_one_file_whose_links_work(make_run):
-    run_dir = make_run()
-    (run_dir / "evaluation.json").write_text(
-        json.dumps(
-            {"evaluations": [{"step": 40, "tau_micro": 2.75, "lossless": {"equal": 7, "checked": 8}} | EVALUATION]}
-        )
-    )
-    checker, text = checked(write_report(run_dir))
+def test_the_report_is_one_file_whose_links_work(make_run):
+    checker, text = checked(write_report(evaluated(make_run())))
     assert checker.fetched == []
     assert len(set(checker.ids)) == len(checker.ids)
-    assert set(checker.links) <= set(checker.ids)
-    assert re.search(r"url\(['\"]?(?!#)", text) is None
-    assert len(text) < 3_000_000
-    wanted = [
-        "Summary",
-        "Loss",
-        "Loss by length bucket",
-        "Acceptance length τ",
-        "By slot, last tenth of the run",
-        "Data",
-    ]
-    wanted += [
-        "Which lengths trained when",
-        "Sample length",
-        "Padding",
-        "Gradient norm",
-        "Stage: target",
-        "Environment",
-    ]
-    wanted += ["Decoding held-out prompts", "Configuration", "Plan and padding", "Draft positions a second"]
-    assert set(wanted) <= set(checker.headings)
-    assert "What is missing" not in checker.headings
-    assert "2.75" in text and "7 of 8" in text and "small" in text and "token_budget" in text
-    assert "▮▮▮▯ ▯" in text and "3.25" in text and "τ by tag" in text
-    assert "#01" not in text and "#02" not in text and "#03" not in text
+    assert set(checker.links) == set(checker.ids)
+    assert re.search(r"url\(['\"]?(?!#)", text) is None and len(text) < 3_000_000
+    wanted = {
+        *("Summary", "Loss", "Loss by length bucket", "Acceptance length τ", "By slot, last tenth of the run"),
+        *(
+            "What was trained",
+            "Which lengths trained when",
+            "Sample length",
+            "Padding",
+            "Gradient norm",
+            "Learning rate",
+        ),
+        *("Stage: target", "Environment", "Decoding held-out prompts", "Configuration", "Draft positions a second"),
+    }
+    assert wanted <= set(checker.headings) and "What is missing" not in checker.headings
 
 
-def test_the_bucket_table_equals_a_recount(make_run):
-    run_dir = make_run(steps=30)
-    history = read_history(run_dir)
-    lines = [line for line in read_lines(run_dir / "metrics.jsonl")[0] if line.__class__.__name__ == "StepLine"]
-    for bucket in range(4):
-        name = f"loss/bucket_{bucket}"
-        pairs = [(line.values[name], line.weights[name]) for line in lines if name in line.values]
-        expected = sum(value * weight for value, weight in pairs) / sum(weight for _, weight in pairs)
-        assert history.pooled(name) == pytest.approx(expected)
-    assert history.pooled("window/samples") == 12
-    assert np.isnan(history.pooled("tree/tau_16"))
+def test_every_drawing_has_its_marks(make_run):
+    text = write_report(evaluated(make_run())).read_text(encoding="utf-8")
+    found = drawings(text)
+    names = {
+        "Loss": ["smoothed"],
+        "Acceptance length τ": ["training", "decoded ◇"],
+        "Sample length": ["mean", "longest"],
+    }
+    names["Which lengths trained when"] = names["Loss by length bucket"] = [f"bucket {bucket}" for bucket in range(4)]
+    for title, labels in names.items():
+        assert re.findall(r">([^<>]+)</text>", found[title]) and all(
+            f">{label}</text>" in found[title] for label in labels
+        )
+    for title, svg in found.items():
+        assert svg.count("<path") > 10, title
+        assert "nan" not in svg.lower(), title
 
 
-def test_a_state_of_a_stage_looks_the_same_on_every_plot(make_run):
+def test_training_and_held_out_are_in_one_picture(make_run):
+    run_dir = make_run(validated=True)
+    svg = drawings(write_report(evaluated(run_dir)).read_text(encoding="utf-8"))["Acceptance length τ"]
+    assert all(f">{label}</text>" in svg for label in ("training", "held-out", "decoded ◇"))
+
+
+def test_the_evaluation_is_shown_with_what_made_it(make_run):
+    text = write_report(evaluated(make_run())).read_text(encoding="utf-8")
+    assert "2.75" in text and "7 of 8" in text and "3.25" in text
+    assert "on-every-row" not in text  # a tag that every row has separates nothing
+    assert "decoded: 8 prompts, ≤ 64 tokens, greedy, float32" in text
+    assert "4 prompts, ≤ 24 tokens, temperature 0.8" in text and "1.50" in text
+    assert "<b>One</b><u> two</u><b> &lt;three&gt;</b><i>│</i>" in text and "▮▯" in text
+
+
+@pytest.mark.parametrize(("agrees", "word"), [(True, "yes"), (False, "no"), (None, "–")])
+def test_training_against_decoding_is_a_row(make_run, agrees, word):
+    run_dir = make_run()
+    entry = EVALUATION | {"training_tau": 2.6, "loop_tau": 2.5, "training_agrees": agrees}
+    (run_dir / "evaluation.json").write_text(json.dumps({"evaluations": [entry]}))
+    text = write_report(run_dir).read_text(encoding="utf-8")
+    assert f'<th scope="row">training and decoding within 2.0 %</th><td>{word}</td>' in text
+    assert ("the training forward counts τ 2.600 and decoding 2.500" in text) == (agrees is False)
+
+
+def test_findings_have_their_advice(make_run):
+    text = write_report(make_run(skipped=(39, 40))).read_text(encoding="utf-8")
+    assert '<li class="warning"><b>Warning</b>2 steps were skipped' in text
+    assert "<small>Lower optimizer.lr or look at the samples of that step.</small>" in text
+
+
+def test_captions_say_what_a_line_is(make_run):
+    single = write_report(make_run(name="a")).read_text(encoding="utf-8")
+    many = write_report(make_run(name="b", changes={"every_steps": 5})).read_text(encoding="utf-8")
+    assert "Gray: every step;" in single and "each line of 5 steps" not in single
+    assert "Gray: each line of 5 steps;" in many and "every step" not in many
+    assert "mixture inside a line cannot be seen here" in many
+
+
+@pytest.mark.parametrize("every", [1, 8])
+def test_in_steps_counts_steps_and_not_lines(make_run, every):
+    """Bucket 3 is in every second step."""
+    text = write_report(make_run(changes={"every_steps": every}, alternate=True)).read_text(encoding="utf-8")
+    head, *rows = re.findall(r"<tr>(.*?)</tr>", text[text.index('id="data"') :], re.DOTALL)[:5]
+    column = re.findall(r"<th[^>]*>(.*?)</th>", head).index("in steps")
+    shares = [re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row)[column] for row in rows]
+    assert shares[3] == "50 %"
+
+
+def test_workers_are_a_table(make_run):
+    text = write_report(make_run()).read_text(encoding="utf-8")
+    row = '<th scope="row">target 1</th><td>0</td><td>0</td><td>0 %</td><td>–</td><td>–</td><td>–</td>'
+    assert row in text and '<th scope="row">target 0</th><td>80</td><td>400</td><td>80 %</td><td>500</td>' in text
+
+
+def test_a_state_of_a_stage_looks_the_same_everywhere(make_run):
     """The feed is never starved; its blocked time must not be drawn as another stage's starved time."""
     run_dir = make_run(steps=8)
     path = run_dir / "metrics.jsonl"
     path.write_text(path.read_text().replace("stage/target/busy", "stage/feed/busy").replace("target/bl", "feed/bl"))
-    feed, drafter = (plots.stage(read_history(run_dir), name) for name in ("feed", "drafter"))
-    assert "var(--s3)" in feed and "var(--s1)" not in feed and ">blocked<" in feed
-    assert "var(--s2)" in drafter and ">busy<" in drafter
+    found = drawings(write_report(run_dir).read_text(encoding="utf-8"))
+    feed, drafter = found["Stage: feed"], found["Stage: drafter"]
+    assert SERIES[3] in feed and SERIES[1] not in feed and ">blocked<" in feed
+    assert SERIES[2] in drafter and ">busy<" in drafter
 
 
 def test_queues_and_memory_are_in_the_report(make_run):
     text = checked(write_report(make_run(steps=4)))[1]
-    assert re.search(r'<th scope="row">memory of trainer</th><td>[\d.]+ [MG]B</td><td>[\d.]+ [MG]B</td>', text)
-    assert '<th scope="row">queue features</th><td>3</td><td>2.05 kB</td>' in text
+    assert re.search(r'<th scope="row">trainer</th><td>[\d.]+ [MG]iB</td><td>[\d.]+ [MG]iB</td>', text)
+    assert '<th scope="row">features</th><td>3</td><td>2.0 KiB</td>' in text
+
+
+def test_a_missing_store_is_named(make_run):
+    run_dir = make_run(steps=3)
+    (run_dir / "store" / "manifest.json").unlink()
+    text = checked(write_report(run_dir))[1]
+    assert f"{run_dir / 'store' / 'manifest.json'}: cannot be read (No such file or directory)" in text
+
+
+def test_tags_on_every_row_are_not_tabulated(make_run):
+    run_dir = make_run(steps=3)
+    every = {"samples": 48, "tokens": 9_600, "supervised_tokens": 4_000}
+    write_manifest(run_dir, tags={"code": {**every, "samples": 20}, "script:latin": every})
+    text = write_report(run_dir).read_text(encoding="utf-8")
+    assert '<th scope="row">code</th>' in text and "script:latin" not in text
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "settings.yaml"])
+def test_a_report_is_never_written_over_a_runs_files(make_run, name):
+    run_dir = make_run(steps=25)
+    before = (run_dir / name).read_bytes()
+    with pytest.raises(RunDirectoryError, match=rf"{name}: is not a page and would be lost; give another --out"):
+        write_report(run_dir, run_dir / name)
+    assert (run_dir / name).read_bytes() == before
+    page = write_report(run_dir, run_dir / "page.html")
+    assert write_report(run_dir, page) == page  # its own page is renewed
 
 
 def test_an_unknown_directory_is_one_clear_line(tmp_path):
@@ -167,36 +250,14 @@ def test_a_foreign_metrics_file_is_one_clear_line(tmp_path):
 
 
 @pytest.mark.parametrize("missing", ["metrics.jsonl", "settings.yaml", "evaluation.json"])
-def test_a_half_written_run_gets_a_partial_report_that_says_what_is_missing(make_run, missing):
+def test_a_partial_report_says_what_is_missing(make_run, missing):
     run_dir = make_run(steps=3)
-    (run_dir / "evaluation.json").write_text('{"evaluations": []}')
+    evaluated(run_dir)
     (run_dir / missing).unlink()
     checker, text = checked(write_report(run_dir))
     assert "What is missing" in checker.headings
     assert f"<li>{missing} is missing" in text
     assert ("Loss" in checker.headings) == (missing != "metrics.jsonl")
-
-
-@pytest.mark.parametrize("content", ["", "[1, 2]", "{", "\x00", "a: [", "text"])
-@pytest.mark.parametrize("name", ["settings.yaml", "run.json", "evaluation.json"])
-def test_a_damaged_file_beside_the_metrics_costs_its_own_content_only(make_run, name, content):
-    run_dir = make_run(steps=2)
-    (run_dir / name).write_text(content)
-    run = read_history(run_dir)
-    assert [note.split()[0] for note in run.notes if not note.startswith("evaluation.json is missing")] == [name]
-    assert run.steps.tolist() == [1, 2]
-
-
-@pytest.mark.parametrize("share", [0.02, 0.5, 0.83])
-def test_metrics_cut_in_the_middle_of_a_line_give_a_partial_report(make_run, share):
-    run_dir = make_run(steps=12)
-    path = run_dir / "metrics.jsonl"
-    raw = path.read_bytes()
-    cut = raw[: max(int(len(raw) * share), 200)]
-    path.write_bytes(cut)
-    run = read_history(run_dir)
-    assert run.status == "not closed" and any("the last line is half written" in note for note in run.notes)
-    assert run.steps.tolist() == list(range(1, cut.count(b"\n")))  # one whole line is the header
 
 
 def test_an_empty_metrics_file_gives_a_partial_report(make_run):
@@ -243,20 +304,3 @@ def test_help_needs_no_plotting_and_no_torch():
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 0, done.stderr
     assert "paceline report runs/first" in done.stdout
-
-
-def test_smoothing_is_a_moving_ratio_of_sums():
-    rng = np.random.default_rng(0)
-    values, weights = rng.normal(size=200), rng.uniform(1, 3, size=200)
-    values[17], weights[40] = np.nan, np.nan
-    result = smoothed(values, weights, share=0.05)
-    for i in range(200):
-        near = [j for j in range(max(i - 5, 0), min(i + 6, 200)) if j not in (17, 40)]
-        assert result[i] == pytest.approx(sum(values[j] * weights[j] for j in near) / sum(weights[j] for j in near))
-
-
-def test_condensing_keeps_the_mean_of_each_stretch():
-    x, y = np.arange(1000), np.arange(1000) % 7 * 1.0
-    few_x, few_y = condensed(x, y, points=10)
-    assert few_x == pytest.approx([np.mean(x[i : i + 100]) for i in range(0, 1000, 100)])
-    assert few_y == pytest.approx([np.mean(y[i : i + 100]) for i in range(0, 1000, 100)])

@@ -25,9 +25,16 @@ KeyPath = tuple[str, ...]
 RENAMED = {
     "flow.verifier_device": "evaluate.device",
     "flow.verifier_wait_s": "evaluate.wait_s",
+    "observe.mirror_queue_lines": "observe.tracker_queue_lines",
+    "observe.mirror_start_limit_s": "observe.tracker_start_limit_s",
+    "observe.mirror_close_limit_s": "observe.tracker_close_limit_s",
 }
 """Old name of a setting → its name today. Old names are refused with this hint, never read."""
-REMOVED = {"drafter.hidden_size": "the drafter is always as wide as the target; drop the key"}
+REMOVED = {
+    "drafter.hidden_size": "the drafter is always as wide as the target; drop the key",
+    "observe.alert_webhook": "use observe.alert_command, for example with curl",
+    "observe.alert_after_s": "a stuck stage is named after flow.stall_limit_s; drop the key",
+}
 """Name of a setting that is gone → what to do."""
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,8 @@ class History:
         events: in order.
         settings: resolved settings, nested.
         facts: run.json.
-        evaluations: by ascending step.
+        evaluations: under the run's settings, by ascending step.
+        other_evaluations: under other settings.
         notes: one sentence for each thing that is missing.
     """
 
@@ -70,6 +71,7 @@ class History:
     settings: dict[str, Any] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
     evaluations: list[dict[str, Any]] = field(default_factory=list)
+    other_evaluations: list[dict[str, Any]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -161,8 +163,8 @@ def read_history(run_dir: Path) -> History:
         found = read_mapping(run_dir / "evaluation.json", json.loads, notes)
     else:
         notes.append("evaluation.json is missing: no held-out prompt was decoded yet")
-    evaluations = sorted(found.get("evaluations", []), key=lambda entry: entry["step"])
-    return assemble(run_dir, lines, settings=settings, facts=facts, evaluations=evaluations, notes=notes)
+    run = assemble(run_dir, lines, settings=settings, facts=facts, notes=notes)
+    return replace(run, evaluations=found.get("evaluations", []), other_evaluations=found.get("others", []))
 
 
 def read_settings(run_dir: Path, notes: list[str]) -> dict[str, Any]:
@@ -192,7 +194,6 @@ def assemble(
     *,
     settings: dict[str, Any] | None = None,
     facts: dict[str, Any] | None = None,
-    evaluations: list[dict[str, Any]] | None = None,
     notes: list[str] | None = None,
 ) -> History:
     """A history from lines of metrics and the other files of a run; ``notes`` is added to."""
@@ -226,7 +227,6 @@ def assemble(
         events=[line for line in lines if isinstance(line, EventLine)],
         settings=settings or {},
         facts=facts or {},
-        evaluations=evaluations or [],
         notes=notes,
     )
 

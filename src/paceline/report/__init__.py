@@ -1,4 +1,5 @@
 """A run explained after the fact: one HTML page, plots, comparison of runs.
 
-In come run directories; out goes a page that needs no network. Nothing here is called while a run trains.
+In come run directories; out come pages that need no network. Numbers are computed here, the templates beside this file
+say how they look. Nothing here is called while a run trains; `observe` never imports it.
 """

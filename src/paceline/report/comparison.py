@@ -3,43 +3,30 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from paceline.observe.diagnosis.diagnose import diagnose
 from paceline.observe.diagnosis.mixture import explain_jitter
-from paceline.observe.run_history import History, read_history
-from paceline.report.page import (
-    MAX_CELL,
-    MAX_ROWS,
-    Html,
-    check_place,
-    element,
-    figure,
-    fitted,
-    flat,
-    joined,
-    save,
-    table,
-)
-from paceline.report.plots import decoded_tau, last_tenth, tick
-from paceline.report.svg import DASHES, condensed, drawing, label_ends, series_color, smoothed, to_svg
-from paceline.report.values import shortened
-from paceline.text import duration, percent, short
+from paceline.observe.run_history import History, last_part, read_history
+from paceline.report.drawing import DASHES, condensed, drawing, series_color, smoothed
+from paceline.report.evaluations import conditions
+from paceline.report.page import flat, render_page, save_page
+from paceline.report.report import total
+from paceline.text import duration, fixed, percent, short, shortened
 
 COMPARISON_FILE = "comparison.html"
 
 _CURVES = (
     ("loss", "Loss", "nat"),
     ("tau", "Training τ", "tokens per target pass"),
+    ("held-out", "Held-out τ", "tokens per target pass"),
     ("window/mean_length", "Mean length of the step's samples", "tokens"),
     ("gradient/norm", "Gradient norm", ""),
     ("real_tokens_per_s", "Real tokens a second", "tokens/s"),
-    ("draft_positions_per_s", "Draft positions a second", "positions/s"),
 )
 
 
@@ -54,24 +41,31 @@ def write_comparison(run_dirs: Sequence[Path], out: Path) -> Path:
         The file.
 
     Raises:
-        RunDirectoryError: one of them is no run, or the file cannot be written or is no page.
+        RunDirectoryError: one of them is not a run, or the file cannot be written or is not a page.
     """
-    check_place(out)
-    return save(render_comparison([read_history(run_dir) for run_dir in run_dirs]), out)
+    return save_page(render_comparison([read_history(run_dir) for run_dir in run_dirs]), out)
 
 
 def render_comparison(runs: Sequence[History]) -> str:
     """The whole page."""
     names = _names(runs)
-    parts = [
-        ("figures", "Side by side", table(("", *names), _figures(runs))),
-        ("findings", "Findings", _findings(runs, names)),
-        ("curves", "Curves", _curves(runs, names)),
-        ("settings", "Settings that differ", _differences([run.settings for run in runs], names)),
-        ("environment", "Environment that differs", _differences([run.facts for run in runs], names)),
-        ("missing", "What is missing", _missing(runs, names)),
-    ]
-    return fitted(shortened(" / ".join(names), 200), parts, ramp=1)
+    environments = [{key: value for key, value in run.facts.items() if key != "drafter"} for run in runs]
+    return render_page(
+        "comparison.html.j2",
+        shortened(" / ".join(names), 200),
+        names=names,
+        figures_of=_figures(runs),
+        warnings=[
+            (name, f) for run, name in zip(runs, names, strict=True) for f in diagnose(run) if f.level == "warning"
+        ],
+        curves=[
+            (_overlay(runs, names, key, unit), title, "Smoothed over 4 % of each run.") for key, title, unit in _CURVES
+        ],
+        settings=_differences([run.settings for run in runs]),
+        drafters=_differences([run.facts.get("drafter", {}) for run in runs]),
+        environments=_differences(environments),
+        notes=[f"{name}: {note}" for run, name in zip(runs, names, strict=True) for note in run.notes],
+    )
 
 
 def _names(runs: Sequence[History]) -> list[str]:
@@ -82,91 +76,62 @@ def _names(runs: Sequence[History]) -> list[str]:
 
 def _figures(runs: Sequence[History]) -> list[tuple[str, ...]]:
     jitters = [explain_jitter(run) for run in runs]
-    deviations = [jitter.deviation if jitter else float("nan") for jitter in jitters]
+    deviations = [jitter.deviation if jitter else math.nan for jitter in jitters]
     # A line of many steps scatters less than one of a single step, whatever was trained.
     alike = [run.line == runs[0].line and deviations[0] > 0 for run in runs]
     ratios = [(d / deviations[0]) ** 2 if same else math.nan for d, same in zip(deviations, alike, strict=True)]
-    rows: list[tuple[str, ...]] = [
+    newest = [run.evaluations[-1] if run.evaluations else {} for run in runs]
+    seconds = [float(np.nansum(run.series("speed/seconds_per_step") * run.spans)) for run in runs]
+    return [
         ("optimizer steps", *(str(run.steps[-1]) if run.steps.size else "–" for run in runs)),
         ("status", *(run.status for run in runs)),
-        ("loss, last tenth", *(_number(run.pooled("loss", last_tenth(run)), 3) for run in runs)),
-        ("training τ, last tenth", *(_number(run.pooled("tau", last_tenth(run)), 2) for run in runs)),
-        ("decoded τ", *(_number(decoded_tau(run)[-1][1], 2) if decoded_tau(run) else "–" for run in runs)),
+        ("loss, last tenth", *(fixed(run.pooled("loss", last_part(run)), 3) for run in runs)),
+        ("training τ, last tenth", *(fixed(run.pooled("tau", last_part(run))) for run in runs)),
+        ("decoded τ", *(fixed(entry.get("tau_micro")) for entry in newest)),
+        ("decoded at step", *(str(entry.get("step", "–")) for entry in newest)),
+        ("decoded with", *(conditions(entry) for entry in newest)),
         ("a line of metrics is a", *(run.line for run in runs)),
-        ("scatter of the loss of a line, nat", *(_number(deviation, 4) for deviation in deviations)),
-        ("its variance, first run = 1", *(_number(ratio, 3) for ratio in ratios)),
+        ("scatter of the loss of a line, nat", *(fixed(deviation, 4) for deviation in deviations)),
+        ("its variance, first run = 1", *(fixed(ratio, 3) for ratio in ratios)),
         ("of it from the lengths in a line", *(percent(jitter.explained) if jitter else "–" for jitter in jitters)),
         ("real of padded tokens", *(percent(run.pooled("padding_efficiency")) for run in runs)),
         ("real tokens/s", *(short(run.pooled("real_tokens_per_s")) for run in runs)),
         ("draft positions/s", *(short(run.pooled("draft_positions_per_s")) for run in runs)),
-        ("training time", *(duration(_seconds(run)) for run in runs)),
-        ("real tokens trained", *(short(float(np.sum(run.counts("window/real_tokens") * run.spans))) for run in runs)),
+        ("training time", *(duration(spent) for spent in seconds)),
+        ("real tokens trained", *(short(total(run, "window/real_tokens")) for run in runs)),
     ]
-    return rows
 
 
-def _findings(runs: Sequence[History], names: Sequence[str]) -> Html:
-    rows = [
-        element("li", element("b", f"{name}:"), finding.text, class_=finding.level)
-        for run, name in zip(runs, names, strict=True)
-        for finding in diagnose(run)
-        if finding.level == "warning"
-    ]
-    return element("ul", *rows, class_="findings") if rows else element("p", "No warnings in any of the runs.")
+def _overlay(runs: Sequence[History], names: Sequence[str], metric: str, unit: str) -> str:
+    curves = [_curve(run, metric) for run in runs]
+    if not any(y.size for _, y in curves):
+        return ""
+    with drawing() as plot:
+        for position, ((x, y), name) in enumerate(zip(curves, names, strict=True)):
+            if y.size:
+                color, dash = series_color(position), DASHES[position % len(DASHES)]
+                plot.axes.plot(x, y, color=color, linestyle=dash, marker="." if y.size < 10 else "")
+                plot.ends.append((float(y[-1]), shortened(name, 14), color))
+        plot.finish("step", unit, form="short")
+    return plot.source
 
 
-def _curves(runs: Sequence[History], names: Sequence[str]) -> Html:
-    drawn = [
-        figure(svg, title, "Smoothed over 4 % of each run.")
-        for name, title, unit in _CURVES
-        if (svg := _overlay(runs, names, name, unit)) is not None
-    ]
-    return element("div", *drawn, class_="plots") if drawn else Html("")
+def _curve(run: History, metric: str) -> tuple[np.ndarray, np.ndarray]:
+    """Steps and values of a curve; none where nothing was measured."""
+    if metric == "held-out":
+        points = np.array(run.held_out_tau(), dtype=np.float64).reshape(-1, 2)
+        return points[:, 0], points[:, 1]
+    x, y = condensed(run.steps, smoothed(run.series(metric), run.weights.get(metric)), points=250)
+    seen = np.isfinite(y)
+    return x[seen], y[seen]
 
 
-def _overlay(runs: Sequence[History], names: Sequence[str], metric: str, unit: str) -> str | None:
-    with drawing() as (canvas, axes):
-        ends: list[tuple[float, float, str, str]] = []
-        for position, (run, name) in enumerate(zip(runs, names, strict=True)):
-            y = smoothed(run.series(metric), run.weights.get(metric))
-            if not np.isfinite(y).any():
-                continue
-            x, y = condensed(run.steps, y, points=250)
-            color = series_color(position)
-            axes.plot(x, y, color=color, linestyle=DASHES[position % len(DASHES)])
-            ends.append((float(x[-1]), float(y[np.isfinite(y)][-1]), name[:14], color))
-        if not ends:
-            return None
-        axes.set_xlabel("step")
-        axes.set_ylabel(unit)
-        axes.xaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
-        axes.yaxis.set_major_formatter(FuncFormatter(tick))
-        label_ends(axes, ends)
-        return to_svg(canvas, metric.replace("/", "-"))
-
-
-def _differences(sides: Sequence[dict[str, Any]], names: Sequence[str]) -> Html:
+def _differences(sides: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
     """Dotted names whose values are not the same in all runs."""
     rows = [dict(flat(side)) for side in sides]
     every = dict.fromkeys(name for row in rows for name in row)
-    different = [
-        (shortened(name, MAX_CELL), *(shortened(row.get(name, "(none)"), MAX_CELL) for row in rows))
+    return [
+        (name, *(shortened(row.get(name, "(none)"), 300) for row in rows))
         for name in every
         if len({row.get(name) for row in rows}) > 1 and name != "run_dir"
     ]
-    caption = f"{len(different) - MAX_ROWS} more are left out" if len(different) > MAX_ROWS else None
-    return table(("", *names), different[:MAX_ROWS], caption) if different else Html("")
-
-
-def _missing(runs: Sequence[History], names: Sequence[str]) -> Html:
-    notes = [f"{name}: {note}" for run, name in zip(runs, names, strict=True) for note in run.notes]
-    rows = [element("li", shortened(note, 400)) for note in notes[:MAX_ROWS]]
-    return joined((element("ul", *rows),)) if rows else Html("")
-
-
-def _seconds(run: History) -> float:
-    return float(np.nansum(run.series("speed/seconds_per_step") * run.spans))
-
-
-def _number(value: float, digits: int) -> str:
-    return f"{value:.{digits}f}" if np.isfinite(value) else "–"

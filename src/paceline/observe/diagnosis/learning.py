@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -193,22 +191,13 @@ def forwards_differ(run: History) -> list[Finding]:
             "training-against-decoding",
             "warning",
             f"On the blocks of the prompts decoded at step {entry['step']}, the training forward counts τ "
-            f"{entry['training_tau']:.3f} and decoding {entry['tau_micro']:.3f}: more than {percent(AGREEMENT)} apart.",
+            f"{entry['training_tau']:.3f} and decoding {entry['loop_tau']:.3f}: more than {percent(AGREEMENT)} apart.",
             f"training and inference forwards differ, so what training reports is not served: run `paceline check "
             f"{run.run_dir}`",
         )
         for entry in run.evaluations[-1:]
-        if agrees(entry) is False
+        if entry.get("training_agrees") is False
     ]
-
-
-def agrees(entry: Mapping[str, Any]) -> bool | None:
-    """Whether an evaluation's training forward and decode loop count the same τ; None where it was not measured."""
-    training, decoded = entry.get("training_tau"), entry.get("tau_micro")
-    if training is None or decoded is None:
-        return None
-    said = entry.get("training_agrees")
-    return said if said is not None else abs(training - decoded) <= AGREEMENT * decoded
 
 
 MIN_GAP = 0.8
@@ -260,7 +249,7 @@ def _decoded_below(run: History) -> list[Finding]:
             continue
         text = f"Held-out prompts decode with τ {decoded:.2f} where training reports {training:.2f} at step {step}."
         epochs = int(run.epochs[-1]) + 1
-        if not agrees(entry):
+        if not entry.get("training_agrees"):
             advice = (
                 "compare the prompts and the template with the training rows; `paceline evaluate` compares forwards"
             )
