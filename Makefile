@@ -10,7 +10,7 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM = false
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: help demo demo-smollm2 test test-fast check format bench chaos clean
+.PHONY: help demo demo-smollm2 test test-fast check format bench gpu chaos clean
 
 help:  ## this list
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -40,6 +40,9 @@ format: $(VENV)/.installed-dev  ## fix what lint can fix
 bench: $(VENV)/.installed-dev  ## speed and memory, ratios taken in one run
 	set -e; for script in $(filter-out benchmarks/chaos.py,$(wildcard benchmarks/*.py)); do \
 	  echo "== $$script"; $(BIN)/python $$script; done
+
+gpu: $(VENV)/.installed  ## accept this machine's first card: numbers, runs, speed, pipeline; 10 to 35 minutes
+	$(BIN)/paceline check --gpu $(or $(DEVICE),cuda:0) --out gpu.json
 
 chaos: $(VENV)/.installed-dev  ## a small run killed 50 times, compared with one that was left alone
 	$(BIN)/python benchmarks/chaos.py

@@ -14,7 +14,8 @@ import os
 import resource
 import sys
 import time
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Generator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -187,3 +188,44 @@ def page_unlock(tensor: Tensor, name: Name) -> None:
         with torch.cuda.device(device):
             runtime: Any = torch.cuda.cudart()
             runtime.cudaHostUnregister(tensor.data_ptr())
+
+
+@contextmanager
+def no_waiting(name: Name) -> Generator[None]:
+    """Work inside raises where the host would wait for a card; on a CPU nothing is watched.
+
+    Raises:
+        RuntimeError: an operation inside waits.
+    """
+    if main_device(name).type != "cuda":
+        yield
+        return
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+def hold_back(name: Name, cycles: int = 200_000_000) -> None:
+    """Keeps a card's own stream busy for about a tenth of a second, so that a copy that is not waited for shows."""
+    device = main_device(name)
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            torch.cuda._sleep(cycles)
+
+
+def description(name: Name) -> str:
+    """Name of a card and its memory; of a CPU, its number of threads."""
+    device = main_device(name)
+    if device.type != "cuda":
+        return f"CPU, {torch.get_num_threads()} threads"
+    found = torch.cuda.get_device_properties(device)
+    return f"{found.name}, {found.total_memory / 2**30:.0f} GiB, sm_{found.major}{found.minor}"
+
+
+def forget_peak(name: Name) -> None:
+    """Begins `peak_allocated_bytes` anew."""
+    for card in cards_of(name):
+        torch.cuda.reset_peak_memory_stats(card)
