@@ -44,9 +44,9 @@ def ours(strategy: str, lengths: np.ndarray, epoch: int, schedule: str = "strati
     plan = plan_epoch(lengths, None, settings, num_anchors=512, block_size=16, seed=0, epoch=epoch, replicas=replicas)
     sizes = plan.counts
     offsets = np.concatenate([[0], np.cumsum(sizes)])
-    starts = plan.composition.offsets[plan.sequence].astype(np.int64)
+    starts = plan.batches.offsets[plan.sequence].astype(np.int64)
     places = np.repeat(starts - offsets[:-1], sizes) + np.arange(offsets[-1])
-    return plan.composition.order[places], offsets
+    return plan.batches.order[places], offsets
 
 
 def listed(batches: Any) -> Batches:

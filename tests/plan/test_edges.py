@@ -10,12 +10,26 @@ from hypothesis import strategies as st
 from paceline.config.schema import PlanConfig
 from paceline.errors import PlanError
 from paceline.plan.budget import BatchBudget
-from paceline.plan.edges import best_edges, edge_ladder, predict, smallest_distinct
+from paceline.plan.edges import all_distinct, best_edges, edge_ladder, interval_costs
+from paceline.plan.entries import width_histogram
 from paceline.plan.epoch import plan_epoch
 
 
 def limits(budget=2000, samples=16, multiple=10, attention=None):
     return BatchBudget(budget, samples, None, multiple, attention)
+
+
+def counted(lengths, limits):
+    """Samples per padded width."""
+    return width_histogram(lengths, limits.width_multiple)
+
+
+def padded_by(lengths, limits, ends):
+    """What buckets that end at these widths pad, from the costs of all intervals."""
+    widths, counts = np.unique(limits.widths(lengths), return_counts=True)
+    cuts = np.searchsorted(widths, ends) + 1
+    padded, _ = interval_costs(widths, counts, cuts, limits)
+    return sum(padded[place, place] for place in range(len(cuts)))
 
 
 def skewed(count, seed=0, top=4000):
@@ -29,11 +43,11 @@ def test_best_edges_equal_brute_force(lengths, num_buckets, attention):
     widths = np.unique(budgets.widths(lengths))
     if num_buckets > len(widths):
         with pytest.raises(PlanError, match=f"larger than the {len(widths)} distinct widths"):
-            best_edges(lengths, budgets, num_buckets)
+            best_edges(counted(lengths, budgets), budgets, num_buckets)
         return
-    found = best_edges(lengths, budgets, num_buckets)
+    found = best_edges(counted(lengths, budgets), budgets, num_buckets)
     costs = {
-        cut: predict(lengths, budgets, np.array([*cut, widths[-1]])).padded_tokens
+        cut: padded_by(lengths, budgets, np.array([*cut, widths[-1]]))
         for cut in combinations(widths[:-1].tolist(), num_buckets - 1)
     }
     assert len(found.edges) == num_buckets
@@ -47,40 +61,40 @@ def test_best_edges_equal_brute_force(lengths, num_buckets, attention):
 def test_predicted_padding_is_what_a_long_simulation_pads(budget, samples, attention):
     lengths = skewed(400_000)
     budgets = BatchBudget(budget, samples, None, 64, attention)
-    found = best_edges(lengths, budgets, 5)
+    found = best_edges(counted(lengths, budgets), budgets, 5)
     config = PlanConfig(
         strategy="bucketed", edges=found.edges.tolist(), token_budget=budget, max_samples=samples,
         attention_length=attention,
     )  # fmt: skip
     made = plan_epoch(lengths, None, config, num_anchors=1, block_size=2, seed=0, epoch=0)
     padded = (made.counts * made.widths.astype(np.int64)).sum()
-    assert found.efficiency == pytest.approx(lengths.sum() / padded, abs=5e-4)
+    assert lengths.sum() / found.padded_tokens == pytest.approx(lengths.sum() / padded, abs=5e-4)
     counts = np.bincount(made.buckets, minlength=5)
     assert np.allclose(counts, found.batches, rtol=5e-3)
 
 
-def test_smallest_number_of_buckets_for_windows_of_different_ones():
+def test_fewest_buckets_for_windows_of_different_ones():
     lengths, budgets = skewed(20_000), limits(16_384, 64, 64)
-    found = smallest_distinct(lengths, budgets, 4)
-    assert found is not None
-    ladder = edge_ladder(lengths, budgets, len(found.edges))
-    assert found.largest_share <= 1 / 4
-    assert all(made.largest_share > 1 / 4 for made in ladder[:-1])
-    assert smallest_distinct(np.full(100, 50), budgets, 2) is None
+    ladder = edge_ladder(counted(lengths, budgets), budgets, 64)
+    found = all_distinct(ladder, 4)
+    assert found is not None and found.largest_share <= 1 / 4
+    assert all(made.largest_share > 1 / 4 for made in ladder[: len(found.edges) - 1])
+    assert all_distinct(edge_ladder(counted(np.full(100, 50), budgets), budgets, 64), 2) is None
 
 
 def test_more_buckets_never_pad_more():
-    ladder = edge_ladder(skewed(20_000), limits(16_384, 64, 64), 9)
-    efficiencies = [made.efficiency for made in ladder]
-    assert efficiencies == sorted(efficiencies)
+    lengths, budgets = skewed(20_000), limits(16_384, 64, 64)
+    ladder = edge_ladder(counted(lengths, budgets), budgets, 9)
+    padded = [made.padded_tokens for made in ladder]
+    assert padded == sorted(padded, reverse=True)
     assert [len(made.edges) for made in ladder] == list(range(1, 10))
 
 
 def test_many_distinct_widths_are_searched_nearly_exactly():
     lengths, fine = skewed(60_000), limits(16_384, 64, 8)
-    found = best_edges(lengths, fine, 4)
+    found = best_edges(counted(lengths, fine), fine, 4)
     moved = [
-        predict(lengths, fine, found.edges + np.array([*shift, 0])).padded_tokens
+        padded_by(lengths, fine, found.edges + np.array([*shift, 0]))
         for shift in ((8, 0, 0), (-8, 0, 0), (0, 8, 0), (0, -8, 0), (0, 0, 8), (0, 0, -8))
     ]
     assert found.padded_tokens <= min(moved) * (1 + 1e-6)
@@ -90,7 +104,8 @@ def test_optimal_edges_are_the_plans_buckets():
     lengths = skewed(5_000)
     config = PlanConfig(strategy="bucketed", edges="optimal", num_buckets=4, token_budget=16_384)
     made = plan_epoch(lengths, None, config, num_anchors=1, block_size=2, seed=0, epoch=0)
-    assert made.edges.tolist() == best_edges(lengths, BatchBudget.of(config), 4).edges.tolist()
+    budgets = BatchBudget.of(config)
+    assert made.edges.tolist() == best_edges(counted(lengths, budgets), budgets, 4).edges.tolist()
     for index in range(made.num_batches):
         batch = made.batch(index)
         low = 0 if batch.bucket == 0 else made.edges[batch.bucket - 1]

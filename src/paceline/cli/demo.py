@@ -103,15 +103,11 @@ def _headline(number: int, name: str, text: str) -> None:
 
 
 def _show_forecast(composition: Run) -> None:
-    from paceline.cli.plan_view import histogram, render
-    from paceline.plan.forecast import describe
-    from paceline.run.build import epoch_plan
+    from paceline.plan.forecast import forecast
+    from paceline.plan.views import render
 
-    run = composition
-    epochs = run.settings.train.epochs
-    plans = [epoch_plan(run.settings, run.spec, run.source, epoch) for epoch in range(max(epochs, 2))]
-    forecast = describe(plans[0], plans[1], [plan.num_windows for plan in plans[2:]], epochs)
-    command.stderr.print(render(forecast, histogram=histogram(plans[0])))
+    made = forecast(composition.plan_of, composition.settings.train.epochs)
+    command.stderr.print(render(made, composition.source.lengths))
 
 
 def _evaluate_once(run_dir: Path, settings: Settings, *, step: int, title: str) -> None:

@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_args
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 from rich.markup import escape
-from rich.text import Text
 
 from paceline.checkpoint.run_directory import is_run_directory, read_run_facts
 from paceline.cli import command
-from paceline.cli.plan_view import histogram, render, render_comparison, render_edges
-from paceline.config import Settings, load_settings
-from paceline.config.schema import PlanConfig, Schedule, Strategy
+from paceline.config import PlanConfig, Settings, load_settings
 from paceline.errors import ConfigError, PlanError
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from paceline.plan.edges import Edges
     from paceline.plan.entries import Groups
     from paceline.plan.epoch import EpochPlan
-    from paceline.plan.forecast import Forecast
 
 DESCRIPTION = """Dry run of an epoch: length histogram, buckets, padding, windows, steps. Needs nothing but lengths.
 
@@ -35,6 +29,9 @@ length a line.
 Examples: paceline plan run.yaml
           paceline plan lengths.npy --compare
           paceline plan lengths.npy --plan.token_budget 16384 --plan.strategy bucketed --plot plan.png"""
+
+MOST_LADDER = 64
+"""Numbers of buckets that --edges looks at."""
 
 
 @dataclass
@@ -67,7 +64,6 @@ class Arguments:
 class Source:
     """Lengths and what belongs to them."""
 
-    name: str
     settings: Settings
     lengths: np.ndarray
     eligible: np.ndarray | None
@@ -75,40 +71,90 @@ class Source:
     epochs: int
     replicas: int
 
+    def plan(self, settings: PlanConfig, epoch: int) -> EpochPlan:
+        """The plan of an epoch with some planning settings."""
+        from paceline.plan.epoch import plan_epoch
+
+        drafter = self.settings.drafter
+        return plan_epoch(
+            self.lengths,
+            self.eligible,
+            settings,
+            num_anchors=drafter.num_anchors,
+            block_size=drafter.block_size,
+            replicas=self.replicas,
+            seed=self.settings.seed,
+            epoch=epoch,
+            groups=self.groups,
+        )
+
 
 def run(argv: Sequence[str]) -> int:
     """Plan and print."""
     arguments, overrides = command.parse(Arguments, argv, prog="paceline plan", description=DESCRIPTION, settings=True)
     _check(arguments)
     source = read_source(arguments, overrides)
-    if arguments.compare:
-        return _run_compare(arguments, source)
-    from paceline.plan.epoch import plan_epoch
-    from paceline.plan.forecast import describe
-
-    plans: list[EpochPlan] = []
     with command.stderr.status("planning"):
-        windows = []
-        for epoch in range(max(source.epochs, 2)):
-            plan = plan_epoch(source.lengths, source.eligible, source.settings.plan, epoch=epoch, **_shape(source))
-            plans += [plan] if epoch < 2 else []
-            windows.append(plan.num_windows)
-        weighting = source.settings.objective.weighting
-        forecast = describe(plans[0], plans[1], windows[2:], source.epochs, arguments.tokens_per_s, weighting=weighting)
-    if arguments.plot is not None:
-        from paceline.plan.plots import draw_plan
-
-        draw_plan(plans[0], forecast, Path(arguments.plot))
-    ladder, distinct = _ladder(plans[0]) if arguments.edges else ([], None)
+        values, shown = (_comparison if arguments.compare else _forecast)(arguments, source)
     if arguments.json:
-        command.write_json(forecast.to_dict() | ({"best_edges": _edges_json(ladder, distinct)} if ladder else {}))
+        command.write_json(values)
         return 0
-    command.stdout.print(render(forecast, histogram=histogram(plans[0])))
-    if ladder:
-        command.stdout.print(render_edges(ladder, distinct, plans[0].window_size))
+    for part in shown:
+        command.stdout.print(part)
     if arguments.plot is not None:
         command.stdout.print(f"drawn: {escape(arguments.plot)}")
     return 0
+
+
+def _forecast(arguments: Arguments, source: Source) -> tuple[dict[str, Any], list[Any]]:
+    """One plan as plain values, and as it is shown."""
+    from paceline.plan.budget import BatchBudget
+    from paceline.plan.edges import all_distinct, edge_ladder
+    from paceline.plan.entries import width_histogram
+    from paceline.plan.forecast import forecast
+    from paceline.plan.plots import draw_plan
+    from paceline.plan.views import render, render_edges
+
+    config = source.settings.plan
+    first = source.plan(config, 0)
+    made = forecast(
+        lambda epoch: source.plan(config, epoch),
+        source.epochs,
+        weighting=source.settings.objective.weighting,
+        real_tokens_per_s=arguments.tokens_per_s,
+    )
+    values, shown = made.to_dict(), [render(made, source.lengths)]
+    if arguments.edges:
+        lengths = source.lengths[first.batches.order]
+        ladder = edge_ladder(width_histogram(lengths, config.width_multiple), BatchBudget.of(config), MOST_LADDER)
+        rungs, distinct = ladder[: config.num_buckets], all_distinct(ladder, first.window_size)
+        values["best_edges"] = {
+            "by_buckets": [
+                {
+                    "edges": rung.edges.tolist(),
+                    "efficiency": made.real_tokens / rung.padded_tokens,
+                    "largest_share": rung.largest_share,
+                }
+                for rung in rungs
+            ],
+            "smallest_all_distinct": None if distinct is None else len(distinct.edges),
+        }
+        shown.append(render_edges(ladder, made.real_tokens, config.num_buckets, first.window_size))
+    if arguments.plot is not None:
+        draw_plan(first, made, Path(arguments.plot))
+    return values, shown
+
+
+def _comparison(arguments: Arguments, source: Source) -> tuple[dict[str, Any], list[Any]]:
+    """All strategies and schedules as plain values, and as they are shown."""
+    from paceline.plan.comparison import compare, render_comparison
+    from paceline.plan.plots import draw_comparison
+
+    found = compare(source.plan, source.settings.plan, source.settings.objective.weighting)
+    if arguments.plot is not None:
+        draw_comparison(found.all, Path(arguments.plot))
+    plans = [made.to_dict() for made in found.all]
+    return {"plans": plans, "plan_s": found.seconds, "refused": found.refused}, [render_comparison(found)]
 
 
 def _check(arguments: Arguments) -> None:
@@ -126,20 +172,9 @@ def _check(arguments: Arguments) -> None:
     if arguments.compare:
         for name, given in (("edges", arguments.edges), ("epochs", arguments.epochs is not None)):
             if given:
-                errors.append(f"--{name} has no part in --compare, which looks at one epoch; leave one of the two out")
+                errors.append(f"--{name} does not go with --compare, which looks at one epoch; leave one of them out")
     if errors:
         raise ConfigError(*errors)
-
-
-def _shape(source: Source) -> dict[str, Any]:
-    drafter = source.settings.drafter
-    return {
-        "num_anchors": drafter.num_anchors,
-        "block_size": drafter.block_size,
-        "replicas": source.replicas,
-        "seed": source.settings.seed,
-        "groups": source.groups,
-    }
 
 
 def read_source(arguments: Arguments, overrides: Mapping[str, str]) -> Source:
@@ -172,81 +207,8 @@ def read_source(arguments: Arguments, overrides: Mapping[str, str]) -> Source:
         store = open_store(folder)
         weights = settings.plan.weights
         groups = groups_of_tags(store.names(), weights) if weights else None
-        return Source(str(path), settings, store.lengths, store.eligible, groups, epochs, replicas)
+        return Source(settings, store.lengths, store.eligible, groups, epochs, replicas)
     from paceline.plan.lengths_file import read_lengths
 
     file = read_lengths(path, arguments.column, arguments.group)
-    return Source(str(path), settings, file.lengths, file.eligible, file.groups, epochs, replicas)
-
-
-def _ladder(plan: EpochPlan) -> tuple[list[Edges], Edges | None]:
-    """The best edges for every number of buckets up to the settings', and the fewest for all-distinct windows."""
-    from paceline.plan.budget import BatchBudget
-    from paceline.plan.edges import edge_ladder, smallest_distinct
-
-    lengths, limits = plan.lengths[plan.composition.order], BatchBudget.of(plan.settings)
-    most = min(plan.settings.num_buckets, len({limits.width(int(length)) for length in set(lengths.tolist())}))
-    return edge_ladder(lengths, limits, most), smallest_distinct(lengths, limits, plan.window_size)
-
-
-def _edges_json(ladder: Sequence[Edges], distinct: Edges | None) -> dict[str, Any]:
-    rows = [
-        {"edges": made.edges.tolist(), "efficiency": made.efficiency, "largest_share": made.largest_share}
-        for made in ladder
-    ]
-    return {"by_buckets": rows, "smallest_all_distinct": None if distinct is None else len(distinct.edges)}
-
-
-def _run_compare(arguments: Arguments, source: Source) -> int:
-    from paceline.plan.forecast import describe
-    from paceline.plan.metrics import repairing
-
-    rows: dict[str, list[Forecast]] = {}
-    times: dict[str, float] = {}
-    refused: dict[str, str] = {}
-    schedules = get_args(Schedule)
-    weighting = source.settings.objective.weighting
-    with command.stderr.status("planning") as status:
-        for strategy in get_args(Strategy):
-            status.update(f"planning {strategy}")
-            settings = source.settings.plan.model_copy(update={"strategy": strategy})
-            try:
-                plans, following, seconds = _timed_plans(source, settings, schedules)
-            except PlanError as error:
-                refused[strategy] = str(error)
-                continue
-            again = repairing(plans[0], following)
-            rows[strategy] = [
-                describe(plan, following, (), 1, arguments.tokens_per_s, repaired=again, weighting=weighting)
-                for plan in plans
-            ]
-            times[strategy] = seconds
-    if not rows:
-        raise PlanError(*dict.fromkeys(refused.values()))
-    forecasts = [made for group in rows.values() for made in group]
-    if arguments.plot is not None:
-        from paceline.plan.plots import draw_comparison
-
-        draw_comparison(forecasts, Path(arguments.plot))
-    if arguments.json:
-        command.write_json({"plans": [made.to_dict() for made in forecasts], "plan_s": times, "refused": refused})
-        return 0
-    command.stdout.print(render_comparison(rows, times))
-    for strategy, why in refused.items():
-        command.stdout.print(Text.assemble((f"{strategy} left out: ", "bold yellow"), why))
-    if arguments.plot is not None:
-        command.stdout.print(f"drawn: {escape(arguments.plot)}")
-    return 0
-
-
-def _timed_plans(
-    source: Source, settings: PlanConfig, schedules: Sequence[Schedule]
-) -> tuple[list[EpochPlan], EpochPlan, float]:
-    """The first epoch in every schedule, the second in the settings' own, and the seconds that this last plan took."""
-    from paceline.plan.epoch import plan_epoch, plan_schedules
-
-    shape = _shape(source)
-    plans = plan_schedules(source.lengths, source.eligible, settings, schedules, epoch=0, **shape)
-    started = time.perf_counter()
-    following = plan_epoch(source.lengths, source.eligible, settings, epoch=1, **shape)
-    return plans, following, time.perf_counter() - started
+    return Source(settings, file.lengths, file.eligible, file.groups, epochs, replicas)

@@ -6,7 +6,6 @@ No torch here: a DataLoader asks a batch sampler for nothing but ``__iter__`` an
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from operator import index
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,9 @@ class PlanBatchSampler:
 
     Every rank plans the whole epoch (milliseconds) and takes its own share, so nothing is communicated. Its batches
     come window after window: the first ``accumulate`` of them are its part of the first optimizer step, and so on; only
-    the last window of an epoch may be shorter.
+    the last window of an epoch may be shorter. Where the last batches are fewer than the ranks, they are split, so that
+    ranks which synchronize after every batch do not wait for one another forever; where they also hold fewer samples
+    than there are ranks, some of these samples are repeated.
 
     Args:
         lengths: tokens of every row of the data set.
@@ -34,7 +35,7 @@ class PlanBatchSampler:
         groups: tag or source of every row, for ``settings.weights``.
 
     Raises:
-        PlanError: lengths or settings that allow no plan, or fewer samples than ranks.
+        PlanError: lengths or settings that allow no plan.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class PlanBatchSampler:
         groups: Groups | None = None,
     ) -> None:
         if not 0 <= rank < num_replicas:
-            raise PlanError(f"rank {rank} is not one of {num_replicas} replicas; ranks count from 0")
+            raise PlanError(f"rank {rank}: allowed: 0 to {num_replicas - 1}, for num_replicas {num_replicas}")
         self.settings = settings if settings is not None else PlanConfig()
         self.num_replicas = num_replicas
         self.rank = rank
@@ -79,25 +80,19 @@ class PlanBatchSampler:
                 epoch=self.epoch,
                 groups=self._groups,
             )
-            if self._plan.num_batches % self.num_replicas:
-                raise PlanError(
-                    f"the samples of epoch {self.epoch} cannot be shared evenly among {self.num_replicas} replicas; "
-                    "too few batches hold several samples that could be split; set plan.leftover: carry, or raise "
-                    "plan.max_samples or plan.token_budget"
-                )
         return self._plan
 
     def set_epoch(self, epoch: int) -> None:
         """Go to an epoch (0-based). Going to another one forgets a position that was loaded; to the same, keeps it."""
         if epoch < 0:
-            raise PlanError(f"epoch {epoch} must be at least 0")
+            raise PlanError(f"epoch {epoch}: allowed: 0 or more")
         if epoch != self.epoch:
             self._start = self._origin = self._position = 0
         self.epoch = epoch
 
     def __len__(self) -> int:
         """Batches of this rank in the whole current epoch, wherever iteration stands."""
-        return self.plan.num_batches // self.num_replicas
+        return -(-self.plan.num_batches // self.num_replicas)
 
     def __iter__(self) -> Iterator[list[int]]:
         """Row numbers of one batch after another, from the position that was loaded, else from the first."""
@@ -105,7 +100,12 @@ class PlanBatchSampler:
         self._start, self._origin = 0, start
         for position in range(start, len(self)):
             self._position = position + 1
-            yield plan.rows(position * self.num_replicas + self.rank).tolist()
+            first = position * self.num_replicas
+            if first + self.num_replicas <= plan.num_batches:
+                yield plan.rows(first + self.rank).tolist()
+            else:
+                batches = [plan.rows(index) for index in range(first, plan.num_batches)]
+                yield _split(batches, self.num_replicas)[self.rank].tolist()
 
     def state_dict(self, consumed: int | None = None) -> dict[str, Any]:
         """Where iteration stands.
@@ -119,21 +119,19 @@ class PlanBatchSampler:
             Plain values: epoch, position in the epoch, and the plan's fingerprint.
 
         Raises:
-            PlanError: ``consumed`` is no number of batches that this pass can have.
+            PlanError: ``consumed`` is not a number of batches that this pass can have.
         """
-        position = self._position
-        if consumed is not None:
-            left = len(self) - self._origin
-            if isinstance(consumed, bool) or not isinstance(consumed, (int, np.integer)) or not 0 <= consumed <= left:
-                raise PlanError(
-                    f"consumed {consumed} is no number of batches of epoch {self.epoch}: 0 to {left} are possible "
-                    f"after position {self._origin}, where this pass began"
-                )
-            position = self._origin + index(consumed)
+        left = len(self) - self._origin
+        if consumed is not None and not 0 <= consumed <= left:
+            raise PlanError(
+                f"consumed {consumed}: allowed in epoch {self.epoch}: 0 to {left}, counted from position "
+                f"{self._origin}, where this pass began"
+            )
+        position = self._position if consumed is None else self._origin + consumed
         return {"epoch": self.epoch, "position": position, "fingerprint": self.plan.fingerprint}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where a state was taken; any rank may load any rank's state.
+        """Resume where a state was taken; any rank may load any rank's state.
 
         Raises:
             PlanError: the state belongs to other lengths, settings, seed or replicas, or to no place of the epoch.
@@ -148,3 +146,17 @@ class PlanBatchSampler:
         if not 0 <= position <= len(self):
             raise PlanError(f"position {position} is not in epoch {self.epoch} of {len(self)} batches a rank")
         self._start = self._origin = self._position = position
+
+
+def _split(batches: list[np.ndarray], parts: int) -> list[np.ndarray]:
+    """One batch for each rank from fewer batches: the largest is halved until there are enough.
+
+    Halves keep every budget that the whole batch kept. Where only single samples are left, they are repeated.
+    """
+    while len(batches) < parts:
+        largest = max(range(len(batches)), key=lambda number: len(batches[number]))
+        if len(batches[largest]) == 1:
+            batches = [*batches, *batches[: parts - len(batches)]]
+        else:
+            batches[largest : largest + 1] = np.array_split(batches[largest], 2)
+    return batches

@@ -12,7 +12,7 @@ import numpy as np
 from paceline.config.schema import PlanConfig
 from paceline.errors import PlanError
 from paceline.plan.budget import BatchBudget
-from paceline.plan.edges import best_edges_of_histogram
+from paceline.plan.edges import best_edges
 from paceline.plan.entries import Entries
 
 
@@ -43,7 +43,7 @@ def bucket_edges(entries: Entries, settings: PlanConfig) -> np.ndarray:
 @lru_cache(maxsize=16)
 def _best(histogram: bytes, limits: BatchBudget, num_buckets: int) -> tuple[int, ...]:
     # Kept between epochs: the search costs a second, the epochs' histograms are mostly the same.
-    return tuple(best_edges_of_histogram(np.frombuffer(histogram, np.int64), limits, num_buckets).edges.tolist())
+    return tuple(best_edges(np.frombuffer(histogram, np.int64), limits, num_buckets).edges.tolist())
 
 
 def even_edges(histogram: np.ndarray, width_multiple: int, num_buckets: int) -> np.ndarray:

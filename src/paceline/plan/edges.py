@@ -20,6 +20,7 @@ Shape letters: D distinct padded widths (support of the law), C samples a batch 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -41,13 +42,11 @@ class Edges:
 
     Attributes:
         edges: upper ends in tokens, ascending, multiples of the width multiple, int64 [K].
-        efficiency: predicted real / padded tokens.
-        padded_tokens: predicted for the whole array.
+        padded_tokens: predicted for all samples.
         batches: predicted micro-batches of each bucket [K].
     """
 
     edges: np.ndarray
-    efficiency: float
     padded_tokens: float
     batches: np.ndarray
 
@@ -64,81 +63,56 @@ class _Law:
     widths: np.ndarray
     counts: np.ndarray
     cuts: np.ndarray
-    real_tokens: int
+
+    @classmethod
+    def of(cls, histogram: np.ndarray, limits: BatchBudget) -> _Law:
+        places = np.flatnonzero(histogram)
+        return cls((places + 1) * limits.width_multiple, histogram[places], np.arange(len(places)) + 1)
 
 
-def best_edges(lengths: np.ndarray, limits: BatchBudget, num_buckets: int) -> Edges:
+def best_edges(histogram: np.ndarray, limits: BatchBudget, num_buckets: int) -> Edges:
     """The K edges of least padding.
 
     Args:
-        lengths: integers ≥ 1.
-        limits: budgets; the longest length fits them.
+        histogram: samples per padded width: place c counts width (c + 1) · multiple.
+        limits: budgets; the widest fits them.
         num_buckets: K.
 
     Raises:
         PlanError: K is larger than the number of distinct padded widths.
     """
-    return _best(_law(lengths, limits), limits, num_buckets)
-
-
-def best_edges_of_histogram(histogram: np.ndarray, limits: BatchBudget, num_buckets: int) -> Edges:
-    """As `best_edges`, from samples per padded width (place c: width (c + 1) · multiple); efficiency of the widths."""
-    places = np.flatnonzero(histogram)
-    widths, counts = (places + 1) * limits.width_multiple, histogram[places]
-    return _best(_Law(widths, counts, np.arange(len(widths)) + 1, int((widths * counts).sum())), limits, num_buckets)
-
-
-def _best(law: _Law, limits: BatchBudget, num_buckets: int) -> Edges:
-    found = _ladder(law, limits, num_buckets)[-1]
+    law = _Law.of(histogram, limits)
+    if num_buckets > len(law.widths):
+        raise PlanError(
+            f"plan.num_buckets {num_buckets} is larger than the {len(law.widths)} distinct widths of the samples "
+            f"(multiples of {limits.width_multiple}); ask for at most {len(law.widths)}"
+        )
+    found = edge_ladder(histogram, limits, num_buckets)[-1]
     if len(law.widths) <= MAX_CUTS:
         return found
     return _polished(law, np.searchsorted(law.widths, found.edges) + 1, limits)
 
 
-def edge_ladder(lengths: np.ndarray, limits: BatchBudget, most_buckets: int) -> list[Edges]:
-    """The best edges for K = 1, 2, ..., ``most_buckets``; raises as `best_edges`."""
-    return _ladder(_law(lengths, limits), limits, most_buckets)
-
-
-def _ladder(whole: _Law, limits: BatchBudget, most_buckets: int) -> list[Edges]:
-    if most_buckets > len(whole.widths):
-        raise PlanError(
-            f"plan.num_buckets {most_buckets} is larger than the {len(whole.widths)} distinct widths of the samples "
-            f"(multiples of {limits.width_multiple}); ask for at most {len(whole.widths)}"
-        )
-    law = _thinned(whole)
+def edge_ladder(histogram: np.ndarray, limits: BatchBudget, most_buckets: int) -> list[Edges]:
+    """The best edges for K = 1, 2, ..., ``most_buckets``, or as many as there are widths; arguments as `best_edges`."""
+    law = _thinned(_Law.of(histogram, limits))
     padded, batches = interval_costs(law.widths, law.counts, law.cuts, limits)
     return [_assemble(law, padded, batches, chain) for chain in _chains(padded, min(most_buckets, len(law.cuts)))]
 
 
-def smallest_distinct(
-    lengths: np.ndarray, limits: BatchBudget, window_size: int, most_buckets: int = 64
-) -> Edges | None:
-    """Best edges for the smallest K at which every window of that many batches can hold all different buckets.
+def all_distinct(ladder: Sequence[Edges], window_size: int) -> Edges | None:
+    """The fewest buckets with which every window of that many batches can hold different ones only; None: none can.
 
-    That is possible where no bucket makes more than 1 / ``window_size`` of the batches. None: not up to the K given.
+    That is possible where no bucket makes more than 1 / ``window_size`` of the batches.
     """
-    law = _thinned(_law(lengths, limits))
-    padded, batches = interval_costs(law.widths, law.counts, law.cuts, limits)
-    for chain in _chains(padded, min(most_buckets, len(law.cuts))):
-        made = _assemble(law, padded, batches, chain)
-        if made.largest_share <= 1 / window_size:
-            return made
-    return None
-
-
-def predict(lengths: np.ndarray, limits: BatchBudget, edges: np.ndarray) -> Edges:
-    """What given edges cost, by the same model; edges are rounded up to the width multiple."""
-    law = _law(lengths, limits)
-    places = np.searchsorted(law.widths, limits.widths(np.asarray(edges)), side="right")
-    return _cost(law, np.unique(places[places > 0]), limits)
+    return next((made for made in ladder if made.largest_share <= 1 / window_size), None)
 
 
 def _cost(law: _Law, places: np.ndarray, limits: BatchBudget) -> Edges:
     starts = np.concatenate([np.zeros(1, np.int64), places[:-1]])
     spans = [_bucket(law, int(start), int(stop), limits) for start, stop in zip(starts, places, strict=True)]
-    total = sum(padded for padded, _ in spans)
-    return Edges(law.widths[places - 1], law.real_tokens / total, total, np.array([batches for _, batches in spans]))
+    batches = np.array([batches for _, batches in spans])
+    return Edges(law.widths[places - 1], sum(padded for padded, _ in spans), batches)
 
 
 def _bucket(law: _Law, start: int, stop: int, limits: BatchBudget) -> tuple[float, float]:
@@ -163,11 +137,6 @@ def _polished(law: _Law, places: np.ndarray, limits: BatchBudget) -> Edges:
     return _cost(law, np.array(ends[1:], np.int64), limits)
 
 
-def _law(lengths: np.ndarray, limits: BatchBudget) -> _Law:
-    widths, counts = np.unique(limits.widths(lengths), return_counts=True)
-    return _Law(widths, counts, np.arange(len(widths)) + 1, int(lengths.sum(dtype=np.int64)))
-
-
 def _thinned(law: _Law) -> _Law:
     widths, counts = law.widths, law.counts
     if len(widths) > MAX_SUPPORT:
@@ -175,7 +144,7 @@ def _thinned(law: _Law) -> _Law:
         counts = np.diff(np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)[ends]]))
         widths = widths[ends]
     cuts = np.arange(len(widths)) if len(widths) <= MAX_CUTS else _spread(widths, counts, MAX_CUTS)
-    return _Law(widths, counts, cuts + 1, law.real_tokens)
+    return _Law(widths, counts, cuts + 1)
 
 
 def _spread(widths: np.ndarray, counts: np.ndarray, most: int) -> np.ndarray:
@@ -313,6 +282,5 @@ def _chains(padded: np.ndarray, most_buckets: int) -> list[list[int]]:
 
 def _assemble(law: _Law, padded: np.ndarray, batches: np.ndarray, chain: list[int]) -> Edges:
     starts = [0] + [cut + 1 for cut in chain[:-1]]
-    total = float(padded[starts, chain].sum())
     edges = law.widths[law.cuts[chain] - 1].astype(np.int64)
-    return Edges(edges, law.real_tokens / total, total, batches[starts, chain])
+    return Edges(edges, float(padded[starts, chain].sum()), batches[starts, chain])

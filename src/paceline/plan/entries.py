@@ -1,4 +1,4 @@
-"""What enters an epoch: lengths checked, over-length and anchorless samples left out, weights turned into repeats.
+"""What enters an epoch: over-length and anchorless samples are left out, weights become repeats.
 
 Shape letters: N rows of the store, E entries of the epoch (a row may enter several times, or not at all).
 """
@@ -29,6 +29,42 @@ class Groups:
 
     codes: np.ndarray
     names: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True)
+class PlanInput:
+    """What a plan is made from, beside the epoch.
+
+    Attributes:
+        lengths: tokens of every row, integers ≥ 1 [N].
+        eligible: eligible anchors of every row [N]; None: estimated by ``settings.eligible_share``.
+        settings: planning settings.
+        num_anchors: anchors of a sample at most.
+        block_size: slots of a block.
+        replicas: drafter replicas that share every window.
+        seed: key of all randomness, ≥ 0.
+        groups: tag or source of every row, for ``settings.weights``.
+    """
+
+    lengths: np.ndarray
+    eligible: np.ndarray | None
+    settings: PlanConfig
+    num_anchors: int
+    block_size: int
+    replicas: int
+    seed: int
+    groups: Groups | None = None
+
+    def eligible_of(self, rows: np.ndarray | slice) -> np.ndarray:
+        """Eligible anchors of some rows: as given, or the estimated share of the tokens (rounded up), int64."""
+        if self.eligible is not None:
+            return self.eligible[rows].astype(np.int64)
+        share = Fraction(str(self.settings.eligible_share)).limit_denominator(1_000_000)
+        return -(-self.lengths[rows].astype(np.int64) * share.numerator // share.denominator)
+
+    def anchors_of(self, rows: np.ndarray | slice) -> np.ndarray:
+        """Anchors of some rows that train in one epoch: those eligible, ``num_anchors`` at most, int64."""
+        return np.minimum(self.eligible_of(rows), self.num_anchors)
 
 
 @dataclass(frozen=True)
@@ -70,6 +106,19 @@ class Entries:
         """Takes over a histogram that fell out of other work, instead of counting again."""
         self.__dict__["histogram"] = counts
 
+    def row(self, entry: int) -> int:
+        """Row number of one entry."""
+        return entry if self.rows is None else int(self.rows[entry])
+
+
+def width_histogram(lengths: np.ndarray, width_multiple: int) -> np.ndarray:
+    """Samples per padded width: place c counts width (c + 1) · ``width_multiple``, int64."""
+    counts = np.zeros(-(-int(lengths.max()) // width_multiple), np.int64)
+    for start in range(0, len(lengths), CHUNK):
+        found = np.bincount((lengths[start : start + CHUNK].astype(np.int64) - 1) // width_multiple)
+        counts[: len(found)] += found
+    return counts
+
 
 def groups_of_labels(labels: np.ndarray | Sequence[str]) -> Groups:
     """Groups from one name a row."""
@@ -85,25 +134,38 @@ def groups_of_tags(tags: Sequence[Sequence[str]], weights: dict[str, float]) -> 
     return Groups(np.array(codes, np.int32), [*known, ""])
 
 
-def checked_lengths(lengths: np.ndarray | Sequence[int], name: str = "lengths") -> np.ndarray:
-    """Lengths as an integer array [N], not copied when they already are one.
+def checked_counts(values: np.ndarray | Sequence[int], name: str, lowest: int) -> np.ndarray:
+    """One whole number a sample as an integer array [N], not copied when it already is one.
 
     Raises:
-        PlanError: empty, not one-dimensional, NaN, not integers, zero, negative or over 2³¹ − 1; names the first such.
+        PlanError: empty, of another shape or type, or a number below ``lowest`` or over 2³¹ − 1; one line.
     """
-    return _integers(lengths, name, lowest=1, meaning="a length is a whole number of tokens, at least 1")
+    array = np.asarray(values)
+    if array.dtype.kind == "f":
+        with np.errstate(invalid="ignore"):
+            whole = array.astype(np.int64)
+        array = whole if (whole == array).all() else array
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise PlanError(
+            f"{name}: {array.dtype} numbers of shape {array.shape}; give one whole number a sample, {lowest} or more"
+        )
+    if not array.size:
+        raise PlanError(f"{name}: empty; give one whole number a sample")
+    for row in (int(array.argmin()), int(array.argmax())):
+        if not lowest <= array[row] <= MAX_COUNT:
+            raise PlanError(f"{name}[{row}] is {array[row]}; allowed: {lowest} to {MAX_COUNT}")
+    return array
 
 
 def checked_eligible(eligible: np.ndarray | Sequence[int], lengths: np.ndarray) -> np.ndarray:
-    """Eligible anchors per row as an integer array [N]; the lengths are checked ones.
+    """Eligible anchors of every row as an integer array [N].
 
     Raises:
-        PlanError: as for lengths (zero is allowed), not one a row, or more than a sample has tokens.
+        PlanError: as `checked_counts`, not one a row, or more than a sample has tokens.
     """
-    count = len(lengths)
-    array = _integers(eligible, "eligible", lowest=0, meaning="it counts anchors, at least 0")
-    if len(array) != count:
-        raise PlanError(f"eligible has {len(array)} entries for {count} lengths; give one count a sample")
+    array = checked_counts(eligible, "eligible", 0)
+    if len(array) != len(lengths):
+        raise PlanError(f"eligible has {len(array)} entries for {len(lengths)} lengths; give one count a sample")
     if (array > lengths).any():
         row = int(np.flatnonzero(array > lengths)[0])
         raise PlanError(
@@ -112,110 +174,21 @@ def checked_eligible(eligible: np.ndarray | Sequence[int], lengths: np.ndarray) 
     return array
 
 
-def _integers(values: np.ndarray | Sequence[int], name: str, lowest: int, meaning: str) -> np.ndarray:
-    try:
-        array = np.asarray(values)
-    except (ValueError, OverflowError) as error:
-        raise PlanError(f"{name}: no array of numbers ({error}); give one whole number a sample") from None
-    if array.ndim != 1:
-        raise PlanError(f"{name} has shape {array.shape}; give one whole number a sample")
-    if not array.size:
-        raise PlanError(f"{name} is empty; there is nothing to plan")
-    if array.dtype.kind == "f":
-        array = _whole(array, name, meaning)
-    if array.dtype.kind not in "iu":
-        raise PlanError(f"{name} holds {array.dtype} values; {meaning}")
-    if array.min() < lowest:
-        first = int(np.flatnonzero(array < lowest)[0])
-        raise PlanError(f"{name}[{first}] is {array[first]}; {meaning}")
-    if array.max() > MAX_COUNT:
-        first = int(np.flatnonzero(array > MAX_COUNT)[0])
-        raise PlanError(f"{name}[{first}] is {array[first]}; {meaning} and at most {MAX_COUNT}")
-    return array
-
-
-def _whole(array: np.ndarray, name: str, meaning: str) -> np.ndarray:
-    bad = ~np.isfinite(array)
-    if bad.any():
-        first = int(np.flatnonzero(bad)[0])
-        raise PlanError(f"{name}[{first}] is {'NaN' if np.isnan(array[first]) else array[first]}; {meaning}")
-    if (np.abs(array) > 2 * MAX_COUNT).any():
-        first = int(np.flatnonzero(np.abs(array) > 2 * MAX_COUNT)[0])
-        raise PlanError(f"{name}[{first}] is {array[first]}; {meaning} and at most {MAX_COUNT}")
-    whole = array.astype(np.int64)
-    if (whole != array).any():
-        first = int(np.flatnonzero(whole != array)[0])
-        raise PlanError(f"{name}[{first}] is {array[first]}, not a whole number; {meaning}")
-    return whole
-
-
-def check_whole(name: str, value: object) -> None:
-    """Refuses what is no integer.
-
-    Raises:
-        PlanError: names it.
-    """
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-        raise PlanError(f"{name} {value} is not a whole number; give an integer")
-
-
-def eligible_counts(lengths: np.ndarray, eligible: np.ndarray | None, settings: PlanConfig) -> np.ndarray:
-    """Eligible anchors per sample as given, or estimated as ``eligible_share`` of the tokens (rounded up), int64."""
-    if eligible is not None:
-        return eligible.astype(np.int64, copy=False)
-    share = Fraction(str(settings.eligible_share)).limit_denominator(1_000_000)
-    return -(-lengths.astype(np.int64) * share.numerator // share.denominator)
-
-
-def draft_positions(eligible: np.ndarray, num_anchors: int, block_size: int) -> np.ndarray:
-    """min(cap, eligible) anchors × block slots, int64, same shape."""
-    return np.minimum(eligible, num_anchors).astype(np.int64) * block_size
-
-
-def enter(
-    lengths: np.ndarray,
-    eligible: np.ndarray | None,
-    settings: PlanConfig,
-    *,
-    num_anchors: int,
-    block_size: int,
-    seed: int,
-    epoch: int,
-    groups: Groups | None = None,
-    carried: np.ndarray | None = None,
-) -> Entries:
+def enter(given: PlanInput, epoch: int, carried: np.ndarray | None = None) -> Entries:
     """The entries of one epoch.
 
     Args:
-        lengths: checked lengths [N].
-        eligible: checked eligible anchors [N], or None where they are unknown.
-        settings: planning settings.
-        num_anchors: anchors a sample at most.
-        block_size: slots a block.
-        seed, epoch: key of the choice among fractional weights.
-        groups: tags or sources that ``settings.weights`` names.
+        given: lengths, settings and seed.
+        epoch: with the seed, key of the choice among fractional weights.
         carried: rows that the last epoch handed on; they are entries beside this epoch's own.
 
     Raises:
         PlanError: nothing remains, a sample exceeds a budget alone, or a weight names no group.
     """
-    keep = np.ones(0, bool)
-    left_out, kept_over_length = dict[str, int](), 0
-    if settings.max_length is not None and int(lengths.max()) > settings.max_length:
-        fits = lengths <= settings.max_length
-        over = len(lengths) - int(np.count_nonzero(fits))
-        if settings.on_over_length == "keep":
-            kept_over_length = over
-        else:
-            left_out["over_length"], keep = over, fits
-    if eligible is not None and settings.without_anchors == "drop" and int(eligible.min()) == 0:
-        anchored = eligible > 0
-        alive = anchored if not keep.size else keep & anchored
-        before = len(lengths) if not keep.size else int(np.count_nonzero(keep))
-        left_out["without_anchors"], keep = before - int(np.count_nonzero(alive)), alive
-    rows = np.flatnonzero(keep).astype(index_dtype(len(lengths))) if keep.size else None
+    settings, lengths = given.settings, given.lengths
+    rows, left_out, kept_over_length = _kept(given)
     if settings.weights:
-        rows, unplanned = _weighted(rows, len(lengths), settings.weights, groups, seed, epoch)
+        rows, unplanned = _weighted(rows, given, epoch)
         if unplanned:
             left_out["weight"] = unplanned
     if carried is not None and carried.size:
@@ -224,36 +197,39 @@ def enter(
     if rows is not None and not rows.size:
         reasons = ", ".join(f"{count} {reason}" for reason, count in left_out.items())
         raise PlanError(f"all {len(lengths)} samples are left out ({reasons}); there is nothing to plan")
-    entering = lengths if rows is None else lengths[rows]
-    drafts = None
+    entering, drafts = lengths if rows is None else lengths[rows], None
     if settings.draft_position_budget is not None:
-        counts = eligible_counts(lengths, eligible, settings)
-        drafts = draft_positions(counts if rows is None else counts[rows], num_anchors, block_size)
+        drafts = given.anchors_of(slice(None) if rows is None else rows) * given.block_size
     entries = Entries(entering, settings.width_multiple, drafts, rows, left_out, kept_over_length)
-    _check_budgets(entries, settings, num_anchors, block_size)
+    _check_budgets(entries, given)
     return entries
 
 
-def width_histogram(lengths: np.ndarray, width_multiple: int) -> np.ndarray:
-    """Entries per padded width: place c counts width (c + 1) · ``width_multiple``, int64."""
-    num_classes = -(-int(lengths.max()) // width_multiple)
-    counts = np.zeros(num_classes, np.int64)
-    for start in range(0, len(lengths), CHUNK):
-        part = lengths[start : start + CHUNK].astype(np.int64)
-        part -= 1
-        if width_multiple > 1:
-            part //= width_multiple
-        found = np.bincount(part)
-        counts[: len(found)] += found
-    return counts
+def _kept(given: PlanInput) -> tuple[np.ndarray | None, dict[str, int], int]:
+    """Rows that are neither too long nor without anchors (None: all), why others are left out, long ones kept."""
+    settings, lengths, eligible = given.settings, given.lengths, given.eligible
+    keep, left_out, kept_over_length = None, dict[str, int](), 0
+    if settings.max_length is not None and int(lengths.max()) > settings.max_length:
+        fits = lengths <= settings.max_length
+        over = len(lengths) - int(np.count_nonzero(fits))
+        if settings.on_over_length == "keep":
+            kept_over_length = over
+        else:
+            left_out["over_length"], keep = over, fits
+    if eligible is not None and settings.without_anchors == "drop" and int(eligible.min()) == 0:
+        before = len(lengths) if keep is None else int(np.count_nonzero(keep))
+        keep = eligible > 0 if keep is None else keep & (eligible > 0)
+        left_out["without_anchors"] = before - int(np.count_nonzero(keep))
+    rows = None if keep is None else np.flatnonzero(keep).astype(index_dtype(len(lengths)))
+    return rows, left_out, kept_over_length
 
 
-def _check_budgets(entries: Entries, settings: PlanConfig, num_anchors: int, block_size: int) -> None:
-    limits = BatchBudget.of(settings)
+def _check_budgets(entries: Entries, given: PlanInput) -> None:
+    limits = BatchBudget.of(given.settings)
     longest = entries.longest
     width = limits.width(longest)
     if limits.capacity(width) < 1:
-        row = _row(entries, int(entries.lengths.argmax()))
+        row = entries.row(int(entries.lengths.argmax()))
         padded = f", {width} at width_multiple {limits.width_multiple}" if width != longest else ""
         cost = f", costing {limits.cost(width)} with attention" if limits.attention_length is not None else ""
         raise PlanError(
@@ -262,27 +238,22 @@ def _check_budgets(entries: Entries, settings: PlanConfig, num_anchors: int, blo
             "plan.max_length"
         )
     if entries.drafts is not None and int(entries.drafts.max()) > limits.draft_limit:
-        row = _row(entries, int(entries.drafts.argmax()))
+        row = entries.row(int(entries.drafts.argmax()))
         raise PlanError(
             f"draft_position_budget {limits.draft_position_budget} is smaller than the {int(entries.drafts.max())} "
-            f"draft positions of row {row} (at most {num_anchors} anchors × block {block_size}); raise "
+            f"draft positions of row {row} (at most {given.num_anchors} anchors × block {given.block_size}); raise "
             "plan.draft_position_budget or lower drafter.num_anchors"
         )
 
 
-def _row(entries: Entries, entry: int) -> int:
-    return entry if entries.rows is None else int(entries.rows[entry])
-
-
-def _weighted(
-    rows: np.ndarray | None, count: int, weights: dict[str, float], groups: Groups | None, seed: int, epoch: int
-) -> tuple[np.ndarray, int]:
+def _weighted(rows: np.ndarray | None, given: PlanInput, epoch: int) -> tuple[np.ndarray, int]:
     """Rows with repeats, ascending, and how many rows do not occur.
 
     A group of n rows with weight w fills ⌊(epoch + 1)·w·n⌋ − ⌊epoch·w·n⌋ places an epoch, dealt cyclically over a
     fixed random order of its rows: after any number of epochs no row was planned more than once oftener than another of
     its group, and within one epoch every row occurs ⌊w⌋ or ⌈w⌉ times.
     """
+    weights, groups, count = given.settings.weights, given.groups, len(given.lengths)
     if groups is None:
         named = ", ".join(weights)
         raise PlanError(f"plan.weights names {named}, but the samples carry no tags or sources; drop plan.weights")
@@ -290,7 +261,7 @@ def _weighted(
     for name in weights:
         if name not in names:
             shown = ", ".join(names[:12]) + (", ..." if len(names) > 12 else "")
-            raise PlanError(f"plan.weights: {name} is no tag or source of the samples; there are {shown}")
+            raise PlanError(f"plan.weights: {name} is not a tag or source of the samples; allowed: {shown}")
     if len(groups.codes) != count:
         raise PlanError(f"groups has {len(groups.codes)} entries for {count} lengths; give one group a sample")
     pool = np.arange(count, dtype=index_dtype(count)) if rows is None else rows
@@ -298,7 +269,7 @@ def _weighted(
     places = np.ones(len(pool), np.int64)
     for name, weight in weights.items():
         members = np.flatnonzero(codes == names.index(name))
-        places[members] = _deal(len(members), Fraction(str(weight)), seed, names.index(name), epoch)
+        places[members] = _deal(len(members), Fraction(str(weight)), given.seed, names.index(name), epoch)
     return np.repeat(pool, places), int(np.count_nonzero(places == 0))
 
 

@@ -1,37 +1,26 @@
-"""Lengths from a file: .npy, .npz, text with one length a line, JSONL, or a Parquet column."""
+"""Lengths from a file: .npy, .npz, text with one length a line, JSONL, Parquet, Arrow, or a `save_to_disk` folder."""
 
 from __future__ import annotations
 
-import json
 import zipfile
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import msgspec
 import numpy as np
 
 from paceline.config.schema import MAX_COUNT
 from paceline.errors import PlanError
-from paceline.plan.entries import Groups, checked_eligible, checked_lengths, groups_of_labels
+from paceline.plan.entries import Groups, checked_counts, checked_eligible, groups_of_labels
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 LENGTH_NAMES = ("length", "lengths", "num_tokens", "input_ids", "tokens")
 """Columns that are looked for where none is named; a column of lists counts their items."""
-UNREADABLE = (
-    OSError,
-    ValueError,
-    KeyError,
-    EOFError,
-    TypeError,
-    ArithmeticError,
-    NotImplementedError,
-    MemoryError,
-    zipfile.BadZipFile,
-    zlib.error,
-)
-"""What readers raise for files that are broken or of another kind than their name says."""
-FAULTS_SHOWN = 5
+ERRORS_SHOWN = 5
 """Bad lines that are named one by one."""
 
 
@@ -44,31 +33,47 @@ class LengthsFile:
     groups: Groups | None = None
 
 
+@dataclass(slots=True)
+class _Columns:
+    """Columns as they were read."""
+
+    lengths: Any
+    eligible: Any = None
+    labels: Any = None
+
+
 def read_lengths(path: Path, column: str | None = None, group: str | None = None) -> LengthsFile:
     """Reads one file by its ending.
 
     Args:
-        path: .npy; .npz; .jsonl or .ndjson; .parquet; anything else is text.
+        path: .npy; .npz; .jsonl or .ndjson; .parquet; .arrow; a folder that `datasets` saved; anything else is text.
         column: array or column with the lengths; None: the only one there is, or the first of `LENGTH_NAMES`.
-        group: column with a tag or source per sample (JSONL and Parquet), for ``plan.weights``.
+        group: column with a tag or source per sample, for ``plan.weights``.
 
     Returns:
-        Checked lengths; eligible anchors where JSONL, .npz or Parquet have a column ``eligible``.
+        Checked lengths; eligible anchors where the file has a column ``eligible``.
 
     Raises:
-        PlanError: no such file, not of its kind, or lengths that are none: one line each, the first few.
+        PlanError: no such file, not of its kind, or numbers that are not lengths: one line each, the first few.
     """
-    reader = READERS.get(path.suffix.lower(), _read_text)
-    if not path.is_file():
+    kind = path.suffix.lower()
+    if not path.exists():
         raise PlanError(f"{path}: no such file; give a store, a run's YAML, or a file of lengths")
+    if (column or group) and not path.is_dir() and kind not in (".npz", ".jsonl", ".ndjson", ".parquet", ".arrow"):
+        raise PlanError(f"{path}: a {kind or 'text'} file has no columns; leave --column and --group out")
     try:
-        columns = reader(path, column, group)
+        if path.is_dir() or kind in (".parquet", ".arrow"):
+            found = _from_table(path, column, group)
+        elif kind in (".npy", ".npz"):
+            found = _from_arrays(path, column, group)
+        else:
+            found = _from_lines(path, column, group, json=kind in (".jsonl", ".ndjson"))
     except PlanError:
         raise
-    except UNREADABLE as error:
-        raise PlanError(f"{path}: cannot be read as {path.suffix or 'text'} ({error})") from error
-    lengths = checked_lengths(_filled(columns["lengths"], path), f"{path}: lengths")
-    eligible, labels = columns.get("eligible"), columns.get("group")
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+        raise PlanError(f"{path}: cannot be read as {kind or 'text'} ({error})") from error
+    lengths = checked_counts(found.lengths, f"{path}: lengths", 1)
+    eligible, labels = found.eligible, found.labels
     return LengthsFile(
         lengths,
         None if eligible is None else checked_eligible(eligible, lengths),
@@ -76,53 +81,53 @@ def read_lengths(path: Path, column: str | None = None, group: str | None = None
     )
 
 
-def _filled(values: Any, path: Path) -> Any:
-    if np.size(values) == 0:
-        raise PlanError(f"{path}: holds no lengths; there is nothing to plan")
-    return values
+def _from_arrays(path: Path, column: str | None, group: str | None) -> _Columns:
+    with path.open("rb") as file:
+        loaded = np.load(file, allow_pickle=False)
+        if isinstance(loaded, np.ndarray):
+            return _Columns(loaded)
+        names = list(loaded)
+        return _Columns(
+            loaded[_choose(path, names, column)],
+            loaded["eligible"] if "eligible" in names else None,
+            loaded[_choose(path, names, group)] if group is not None else None,
+        )
 
 
-def _read_npy(path: Path, column: str | None, group: str | None) -> dict[str, Any]:
-    if column is not None or group is not None:
-        raise PlanError(f"{path}: an .npy file has no columns; leave --column and --group out")
-    return {"lengths": np.load(path, allow_pickle=False)}
-
-
-def _read_npz(path: Path, column: str | None, group: str | None) -> dict[str, Any]:
-    with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
-        names = list(arrays)
-        chosen = _choose(path, names, column)
-        found = {"lengths": arrays[chosen]}
-        if "eligible" in names and chosen != "eligible":
-            found["eligible"] = arrays["eligible"]
-        if group is not None:
-            found["group"] = arrays[_choose(path, names, group)]
-    return found
-
-
-def _read_parquet(path: Path, column: str | None, group: str | None) -> dict[str, Any]:
+def _from_table(path: Path, column: str | None, group: str | None) -> _Columns:
     import pyarrow as pa
     import pyarrow.compute as pc
-    import pyarrow.parquet as pq
 
-    names = pq.read_schema(path).names
+    names, read = _table(path)
     chosen = _choose(path, names, column)
-    wanted = [chosen, *(["eligible"] if "eligible" in names else [])]
-    if group is not None:
-        wanted.append(_choose(path, names, group))
-    table = pq.read_table(path, columns=list(dict.fromkeys(wanted)))
-    values = table[chosen]
-    if values.null_count:
-        first = pc.index(values.is_null(), True).as_py()
-        raise PlanError(f"{path}: {chosen}[{first}] is missing; a length is a whole number of tokens, at least 1")
-    if pa.types.is_list(values.type) or pa.types.is_large_list(values.type):
-        values = pc.call_function("list_value_length", [values])
-    found: dict[str, Any] = {"lengths": values.to_numpy()}
-    if "eligible" in names and chosen != "eligible":
-        found["eligible"] = table["eligible"].to_numpy()
-    if group is not None:
-        found["group"] = np.array([str(value) for value in table[group].to_pylist()])
-    return found
+    labels = _choose(path, names, group) if group is not None else None
+    wanted = list(dict.fromkeys([chosen, *(name for name in names if name in ("eligible", labels))]))
+    table = read(wanted)
+    lengths = table[chosen]
+    if lengths.null_count:
+        first = pc.index(lengths.is_null(), True).as_py()
+        raise PlanError(f"{path}: {chosen}[{first}] is missing; allowed: 1 to {MAX_COUNT}")
+    if pa.types.is_list(lengths.type) or pa.types.is_large_list(lengths.type):
+        lengths = pc.call_function("list_value_length", [lengths])
+    return _Columns(
+        lengths.to_numpy(),
+        table["eligible"].to_numpy() if "eligible" in wanted else None,
+        [str(value) for value in table[labels].to_pylist()] if labels is not None else None,
+    )
+
+
+def _table(path: Path) -> tuple[list[str], Callable[[list[str]], pa.Table]]:
+    """Names of the columns, and how to read some of them."""
+    if path.suffix.lower() == ".parquet":
+        import pyarrow.parquet as pq
+
+        return pq.read_schema(path).names, lambda wanted: pq.read_table(path, columns=wanted)
+    import datasets
+
+    source = datasets.load_from_disk(str(path)) if path.is_dir() else datasets.Dataset.from_file(str(path))
+    if isinstance(source, datasets.DatasetDict):
+        raise PlanError(f"{path}: has several splits; name the folder of one: {', '.join(map(str, source))}")
+    return source.column_names, lambda wanted: source.select_columns(wanted).with_format("arrow")[:]
 
 
 def _choose(path: Path, names: Sequence[str], asked: str | None) -> str:
@@ -130,85 +135,73 @@ def _choose(path: Path, names: Sequence[str], asked: str | None) -> str:
         if asked not in names:
             raise PlanError(f"{path}: has no column {asked}; it has {', '.join(names)}")
         return asked
-    for name in LENGTH_NAMES:
-        if name in names:
-            return name
-    if len(names) == 1:
-        return names[0]
-    raise PlanError(f"{path}: which column holds the lengths? name one with --column: {', '.join(names)}")
+    known = [name for name in LENGTH_NAMES if name in names] or (names if len(names) == 1 else [])
+    if not known:
+        raise PlanError(f"{path}: which column holds the lengths? name one with --column: {', '.join(names)}")
+    return known[0]
 
 
-def _read_text(path: Path, column: str | None, group: str | None) -> dict[str, Any]:
-    if column is not None or group is not None:
-        raise PlanError(f"{path}: a text file has no columns; leave --column and --group out")
-    lengths: list[int] = []
+def _from_lines(path: Path, column: str | None, group: str | None, *, json: bool) -> _Columns:
+    """Text or JSONL; every line is looked at before the first few errors are raised."""
+    rows: list[_Row] = []
     errors: list[str] = []
     for number, line in _lines(path):
         try:
-            lengths.append(int(line))
-        except ValueError:
-            header = " (a header line begins with #)" if not lengths and not errors else ""
-            errors.append(f"{path}:{number}: {line[:40]!r} is not a whole number; write one length a line{header}")
-            continue
-        if not 1 <= lengths[-1] <= MAX_COUNT:
-            errors.append(f"{path}:{number}: {lengths[-1]} is not a length; allowed: 1 to {MAX_COUNT}")
-    _refuse(errors)
-    return {"lengths": np.array(lengths, np.int64)}
-
-
-def _read_jsonl(path: Path, column: str | None, group: str | None) -> dict[str, Any]:
-    import msgspec
-
-    lengths: list[int] = []
-    eligible: list[int] = []
-    labels: list[str] = []
-    errors: list[str] = []
-    decode = msgspec.json.decode
-    for number, line in _lines(path):
-        try:
-            row = decode(line)
+            row = _row(line, column, group) if json else _Row(_checked(int(line)))
         except msgspec.DecodeError as error:
             errors.append(f"{path}:{number}: not valid JSON ({error})")
-            continue
-        length, error_text = _length_of(row, column)
-        if error_text:
-            errors.append(f"{path}:{number}: {error_text}")
-            continue
-        lengths.append(length)
-        if isinstance(row, dict):
-            if "eligible" in row:
-                eligible.append(row["eligible"])
-            if group is not None:
-                if group not in row:
-                    errors.append(f"{path}:{number}: has no column {group}; it has {', '.join(list(row)[:8])}")
-                labels.append(str(row.get(group, "")))
-        elif group is not None:
-            errors.append(f"{path}:{number}: has no column {group}; it is no object")
-    _refuse(errors)
-    if eligible and len(eligible) != len(lengths):
-        raise PlanError(f"{path}: {len(eligible)} of {len(lengths)} rows have `eligible`; give it in every row or none")
-    found: dict[str, Any] = {"lengths": np.array(lengths, np.int64)}
-    if eligible:
-        found["eligible"] = np.array(eligible)
-    if group is not None:
-        found["group"] = np.array(labels)
-    return found
+        except KeyError as error:
+            errors.append(f"{path}:{number}: has no column {error.args[0]}; it has {error.args[1]}")
+        except ValueError as error:
+            header = " (a header line begins with #)" if not json and not rows and not errors else ""
+            shown = str(error) if json else line
+            errors.append(f"{path}:{number}: {shown[:40]} is not a length; allowed: 1 to {MAX_COUNT}{header}")
+        else:
+            rows.append(row)
+    if errors:
+        more = [f"... and {len(errors) - ERRORS_SHOWN:,} more such lines"] if len(errors) > ERRORS_SHOWN else []
+        raise PlanError(*errors[:ERRORS_SHOWN], *more)
+    eligible = [row.eligible for row in rows if row.eligible is not None]
+    if eligible and len(eligible) != len(rows):
+        raise PlanError(f"{path}: {len(eligible)} of {len(rows)} rows have `eligible`; give it in every row or none")
+    labels = [row.label for row in rows] if group is not None else None
+    return _Columns(np.array([row.length for row in rows], np.int64), eligible or None, labels)
 
 
-def _length_of(row: Any, column: str | None) -> tuple[int, str]:
-    """Length of one JSONL row, or what is wrong with it."""
-    if isinstance(row, dict):
-        names = [column] if column is not None else [name for name in LENGTH_NAMES if name in row]
-        if not names or names[0] not in row:
-            asked = column if column is not None else f"any of {', '.join(LENGTH_NAMES)}"
-            return 0, f"has no {asked}; it has {', '.join(list(row)[:8])}; name the column with --column"
-        row = row[names[0]]
-    if isinstance(row, list):
-        row = len(row)
-    if isinstance(row, bool) or not isinstance(row, int) or not 1 <= row <= MAX_COUNT:
-        shown = "null" if row is None else json.dumps(row)[:40]
-        return 0, f"{shown} is not a length; allowed: 1 to {MAX_COUNT}"
-    return row, ""
+class _Row(NamedTuple):
+    """One line."""
+
+    length: int
+    eligible: int | None = None
+    label: str = ""
+
+
+def _row(line: str, column: str | None, group: str | None) -> _Row:
+    """One JSON line: an object, a list of tokens, or a number.
+
+    Raises:
+        msgspec.DecodeError: not JSON.
+        KeyError: an object without such a column; the column and those that it has.
+        ValueError: what is not a length.
+    """
+    row = msgspec.json.decode(line)
+    if not isinstance(row, dict) and not column and not group:
+        return _Row(_checked(row))
+    columns = row if isinstance(row, dict) else {}
+    column = column or next((name for name in LENGTH_NAMES if name in columns), LENGTH_NAMES[0])
+    for name in (column, group or column):
+        if name not in columns:
+            raise KeyError(name, ", ".join(list(columns)[:8]) or "no columns")
+    return _Row(_checked(columns[column]), columns.get("eligible"), str(columns[group]) if group else "")
+
+
+def _checked(value: Any) -> int:
+    """A length; a list counts its items."""
+    if isinstance(value, list):
+        value = len(value)
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_COUNT:
+        raise ValueError(msgspec.json.encode(value).decode())
+    return value
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
@@ -217,18 +210,3 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
             text = line.strip()
             if text and not text.startswith("#"):
                 yield number, text
-
-
-def _refuse(errors: Sequence[str]) -> None:
-    if errors:
-        more = [f"... and {len(errors) - FAULTS_SHOWN:,} more such lines"] if len(errors) > FAULTS_SHOWN else []
-        raise PlanError(*errors[:FAULTS_SHOWN], *more)
-
-
-READERS: dict[str, Callable[[Path, str | None, str | None], dict[str, Any]]] = {
-    ".npy": _read_npy,
-    ".npz": _read_npz,
-    ".jsonl": _read_jsonl,
-    ".ndjson": _read_jsonl,
-    ".parquet": _read_parquet,
-}

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from paceline.plan.entries import draft_positions, eligible_counts
 from paceline.plan.epoch import EpochPlan
 
 
@@ -44,17 +43,12 @@ class Repeats:
 
 def batch_totals(plan: EpochPlan) -> BatchTotals:
     """Samples, tokens and anchors of each micro-batch."""
-    composition = plan.composition
-    starts, ordered = composition.offsets[:-1], plan.lengths[composition.order]
-    real = np.add.reduceat(ordered, starts, dtype=np.int64)[plan.sequence]
-    eligible = eligible_counts(
-        ordered, None if plan.eligible is None else plan.eligible[composition.order], plan.settings
-    )
-    anchors = np.add.reduceat(draft_positions(eligible, plan.num_anchors, 1), starts)[plan.sequence]
-    if composition.packed:
+    rows, starts = plan.batches.order, plan.batches.offsets[:-1]
+    real = np.add.reduceat(plan.lengths[rows], starts, dtype=np.int64)[plan.sequence]
+    anchors = np.add.reduceat(plan.given.anchors_of(rows), starts)[plan.sequence]
+    padded = plan.counts * plan.widths.astype(np.int64)
+    if plan.batches.packed:
         padded = np.full(plan.num_batches, plan.settings.token_budget, np.int64)
-    else:
-        padded = plan.counts * plan.widths.astype(np.int64)
     return BatchTotals(plan.counts, real, padded, anchors)
 
 
@@ -107,16 +101,18 @@ def mean_slots(eligible: np.ndarray, block_size: int) -> np.ndarray:
     return (inside * (inside + 1) / 2 + (count - inside) * drafts) / count
 
 
-def sample_weights(eligible: np.ndarray, num_anchors: int, block_size: int, weighting: str) -> np.ndarray:
-    """What each sample weighs in the loss of its window, float64, same shape.
+def sample_weights(plan: EpochPlan, rows: np.ndarray, weighting: str) -> np.ndarray:
+    """What each row weighs in the loss of its window, float64, same shape.
 
     ``token``: its supervised slots, anchors × slots of one on average, before any decay over the slots; ``anchor``: its
     anchors; ``sample``: 1.
     """
     if weighting == "sample":
-        return np.ones(len(eligible))
-    anchors = draft_positions(eligible, num_anchors, 1).astype(np.float64)
-    return anchors * mean_slots(eligible, block_size) if weighting == "token" else anchors
+        return np.ones(len(rows))
+    anchors = plan.given.anchors_of(rows).astype(np.float64)
+    return (
+        anchors * mean_slots(plan.given.eligible_of(rows), plan.given.block_size) if weighting == "token" else anchors
+    )
 
 
 def weighted_means(plan: EpochPlan, weighting: str) -> tuple[np.ndarray, float]:
@@ -125,14 +121,10 @@ def weighted_means(plan: EpochPlan, weighting: str) -> tuple[np.ndarray, float]:
     Weights as in the loss: so the standard deviation over windows, times the slope of a loss that is linear in length,
     is the length-driven part of the step-to-step noise.
     """
-    composition = plan.composition
-    lengths = plan.lengths[composition.order]
-    known = None if plan.eligible is None else plan.eligible[composition.order]
-    eligible = eligible_counts(lengths, known, plan.settings)
-    weights = sample_weights(eligible, plan.num_anchors, plan.block_size, weighting)
-    starts = composition.offsets[:-1]
+    rows, starts = plan.batches.order, plan.batches.offsets[:-1]
+    weights = sample_weights(plan, rows, weighting)
     weight = np.add.reduceat(weights, starts)[plan.sequence]
-    weighted = np.add.reduceat(weights * lengths, starts)[plan.sequence]
+    weighted = np.add.reduceat(weights * plan.lengths[rows], starts)[plan.sequence]
     total, sums = float(weight.sum()), whole_windows(plan, weight).sum(axis=1)
     means = whole_windows(plan, weighted).sum(axis=1)[sums > 0] / sums[sums > 0]
     return means, float(weighted.sum()) / total if total else float("nan")
@@ -147,20 +139,12 @@ def step_deviation(plan: EpochPlan, totals: BatchTotals) -> float:
     return float(windows.mean(axis=1).std()) if len(windows) else float("nan")
 
 
-def lag_correlation(plan: EpochPlan, totals: BatchTotals) -> float:
-    """Correlation of the mean sample length of a window with that of the next; NaN where undefined."""
-    means = whole_windows(plan, totals.real_tokens / totals.samples).mean(axis=1)
-    if len(means) < 3 or not means[:-1].std() or not means[1:].std():
-        return float("nan")
-    return float(np.corrcoef(means[:-1], means[1:])[0, 1])
-
-
 def cost_spread(plan: EpochPlan, totals: BatchTotals) -> float:
     """Largest over mean padded work of the replicas' shares of a window, averaged over whole windows; 1 is even."""
     windows = whole_windows(plan, totals.padded_tokens)
     if not len(windows):
         return float("nan")
-    shares = windows.reshape(len(windows), plan.settings.accumulate, plan.replicas).sum(axis=1)
+    shares = windows.reshape(len(windows), plan.settings.accumulate, plan.given.replicas).sum(axis=1)
     return float((shares.max(axis=1) / shares.mean(axis=1)).mean())
 
 
@@ -170,16 +154,14 @@ def repairing(first: EpochPlan, second: EpochPlan) -> float:
     Rows that occur more than once count with their last batch.
     """
     batch_of = np.full(len(second.lengths), -1, np.int64)
-    batch_of[second.composition.order] = np.repeat(
-        np.arange(second.composition.num_batches), np.diff(second.composition.offsets)
-    )
-    sizes = np.diff(first.composition.offsets).astype(np.int64)
+    batch_of[second.batches.order] = np.repeat(np.arange(second.batches.num_batches), np.diff(second.batches.offsets))
+    sizes = np.diff(first.batches.offsets).astype(np.int64)
     owner = np.repeat(np.arange(len(sizes)), sizes)
     pairs = int((sizes * (sizes - 1) // 2).sum())
     if not pairs:
         return float("nan")
-    met = batch_of[first.composition.order]
-    keys = np.sort((owner * (second.composition.num_batches + 1) + met + 1)[met >= 0])
+    met = batch_of[first.batches.order]
+    keys = np.sort((owner * (second.batches.num_batches + 1) + met + 1)[met >= 0])
     borders = np.concatenate([np.array([-1]), np.flatnonzero(np.diff(keys)), np.array([len(keys) - 1])])
     together = np.diff(borders)
     return float((together * (together - 1) // 2).sum() / pairs)

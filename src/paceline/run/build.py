@@ -50,9 +50,9 @@ class LargestBatch:
 
     def over(self, plan: EpochPlan) -> LargestBatch:
         """This, or more where a plan has larger micro-batches."""
-        composition = plan.composition
-        real = np.add.reduceat(plan.lengths[composition.order], composition.offsets[:-1])[plan.sequence]
-        padded = plan.counts * plan.widths if not composition.packed else real
+        batches = plan.batches
+        real = np.add.reduceat(plan.lengths[batches.order], batches.offsets[:-1])[plan.sequence]
+        padded = plan.counts * plan.widths if not batches.packed else real
         at, most = int(padded.argmax()), max(self.real_tokens, int(real.max()))
         if padded[at] <= self.padded_tokens:
             return replace(self, real_tokens=most)

@@ -2,6 +2,7 @@
 
 import json
 
+import msgspec
 import numpy as np
 import pytest
 import yaml
@@ -23,7 +24,9 @@ def store(tmp_path):
     """The index and manifest of a store, which is all that planning reads."""
     import pyarrow as pa
 
-    from paceline.data.store import FORMAT, INDEX, INDEX_SCHEMA, MANIFEST, write_table
+    from paceline.data.readers import RowSource
+    from paceline.data.report import PrepareReport
+    from paceline.data.store import FORMAT, INDEX, INDEX_SCHEMA, MANIFEST, Manifest, write_table
 
     folder = tmp_path / "run" / "store"
     folder.mkdir(parents=True)
@@ -39,9 +42,9 @@ def store(tmp_path):
         "tags": ["code,en" if row % 3 == 0 else "" for row in range(count)],
     }
     write_table(pa.Table.from_pydict(index, INDEX_SCHEMA), folder / INDEX)
-    files = [{"path": "a.jsonl"}, {"path": "b.jsonl"}]
-    manifest = {"format": FORMAT, "fingerprint": "x", "sources": files, "ingredients": {}, "report": {}}
-    (folder / MANIFEST).write_text(json.dumps(manifest))
+    sources = [RowSource(name, "jsonl", "x") for name in ("a.jsonl", "b.jsonl")]
+    report = PrepareReport(str(folder), "x", count, count, count, {}, {}, 0, 0, 0, 0, [], {}, {}, [])
+    (folder / MANIFEST).write_bytes(msgspec.json.encode(Manifest(FORMAT, "x", {}, sources, report)))
     return folder
 
 
@@ -183,7 +186,7 @@ def test_a_run_folder_is_read_from_its_store(store, capsys):
 def test_compare_takes_no_options_of_a_single_plan(lengths_file, capsys, option):
     assert main(["plan", lengths_file, "--compare", *option]) in (1, 2)
     told = capsys.readouterr().err.strip()
-    assert f"{option[0]} has no part in --compare" in " ".join(told.split())
+    assert f"{option[0]} does not go with --compare" in " ".join(told.split())
     assert "Traceback" not in told
 
 

@@ -25,18 +25,26 @@ def test_yields_the_plan_and_counts_it():
     assert list(sampler) != batches
 
 
-def test_ranks_share_every_window_evenly():
-    samplers = [PlanBatchSampler(LENGTHS, SMALL, num_replicas=3, rank=rank) for rank in range(3)]
-    for epoch in range(2):
+@pytest.mark.parametrize("replicas", [2, 3, 5, 8])
+def test_ranks_share_every_window_and_train_each_sample_once(replicas):
+    samplers = [PlanBatchSampler(LENGTHS, SMALL, num_replicas=replicas, rank=rank) for rank in range(replicas)]
+    for epoch in range(3):
         for sampler in samplers:
             sampler.set_epoch(epoch)
-        assert len({len(sampler) for sampler in samplers}) == 1
         shares = [list(sampler) for sampler in samplers]
-        assert sorted(chain(*chain(*shares))) == list(range(700))
         plan = samplers[0].plan
+        rounds, short = divmod(plan.num_batches, replicas)
+        assert {len(share) for share in shares} == {len(samplers[0])} == {rounds + bool(short)}
+        assert sorted(chain(*chain(*shares))) == list(range(700))
         for rank, share in enumerate(shares):
-            assert [plan.batch(index).rows.tolist() for index in range(rank, plan.num_batches, 3)] == share
-            assert all(plan.batch(index).replica == rank for index in range(rank, plan.num_batches, 3))
+            assert share[:rounds] == [plan.rows(index).tolist() for index in range(rank, rounds * replicas, replicas)]
+            assert all(batch and len(batch) * -(-LENGTHS[batch].max() // 16) * 16 <= 2048 for batch in share)
+
+
+def test_ranks_repeat_samples_where_the_last_batches_are_too_few():
+    shares = [list(PlanBatchSampler([5, 6, 7], SMALL, num_replicas=8, rank=rank)) for rank in range(8)]
+    assert all(len(share) == 1 and len(share[0]) == 1 for share in shares)
+    assert {share[0][0] for share in shares} == {0, 1, 2}
 
 
 def test_resumes_at_every_position():
@@ -103,8 +111,8 @@ def test_consumed_is_checked():
     whole = len(sampler)
     sampler.load_state_dict(sampler.state_dict(consumed=5))
     assert sampler.state_dict(consumed=2)["position"] == 7
-    for wrong in (-1, whole - 4, 1.5, True):
-        with pytest.raises(PlanError, match=f"consumed {wrong} is no number of batches of epoch 0: 0 to {whole - 5}"):
+    for wrong in (-1, whole - 4):
+        with pytest.raises(PlanError, match=f"consumed {wrong}: allowed in epoch 0: 0 to {whole - 5}"):
             sampler.state_dict(consumed=wrong)
 
 
@@ -114,11 +122,9 @@ def test_foreign_states_and_ranks_are_refused():
         PlanBatchSampler(LENGTHS, SMALL, seed=4).load_state_dict(state)
     with pytest.raises(PlanError, match="position 9999 is not in epoch 0"):
         PlanBatchSampler(LENGTHS, SMALL, seed=3).load_state_dict({**state, "position": 9999})
-    with pytest.raises(PlanError, match="rank 3 is not one of 3 replicas"):
+    with pytest.raises(PlanError, match="rank 3: allowed: 0 to 2, for num_replicas 3"):
         PlanBatchSampler(LENGTHS, SMALL, num_replicas=3, rank=3)
-    with pytest.raises(PlanError, match=r"cannot be shared evenly among 4 replicas; .* plan.leftover: carry"):
-        len(PlanBatchSampler([5, 6], SMALL, num_replicas=4))
-    with pytest.raises(PlanError, match="epoch -1 must be at least 0"):
+    with pytest.raises(PlanError, match="epoch -1: allowed: 0 or more"):
         PlanBatchSampler(LENGTHS, SMALL).set_epoch(-1)
 
 

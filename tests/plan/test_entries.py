@@ -1,4 +1,4 @@
-"""Sampling weights by tag or source: exact over an epoch and over epochs; what is left out is counted."""
+"""What enters an epoch: weights exact over an epoch and over epochs, what is left out counted, bad numbers refused."""
 
 import re
 from collections import Counter
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from paceline.config.schema import PlanConfig
 from paceline.errors import PlanError
-from paceline.plan.entries import Groups, groups_of_labels, groups_of_tags
+from paceline.plan.entries import Groups, PlanInput, checked_counts, enter, groups_of_labels, groups_of_tags
 from paceline.plan.epoch import plan_epoch
 
 SHAPE = {"num_anchors": 8, "block_size": 4, "seed": 5}
@@ -73,7 +73,7 @@ def test_a_row_belongs_to_the_first_of_its_tags_that_has_a_weight():
     ("weights", "groups", "words"),
     [
         ({"a": 2.0}, None, "names a, but the samples carry no tags or sources"),
-        ({"c": 2.0}, Groups(np.array([0, 1]), ["a", "b"]), "c is no tag or source of the samples"),
+        ({"c": 2.0}, Groups(np.array([0, 1]), ["a", "b"]), "c is not a tag or source of the samples; allowed: a, b"),
         ({"a": 2.0}, Groups(np.array([0]), ["a", "b"]), "groups has 1 entries for 2 lengths"),
     ],
 )
@@ -85,3 +85,37 @@ def test_bad_weights_are_refused(weights, groups, words):
 def test_negative_weights_are_refused_by_the_settings():
     with pytest.raises(ValueError, match=r"weights: a has -1\.0"):
         PlanConfig(weights={"a": -1.0})
+
+
+def test_entries_are_the_rows_where_nothing_is_left_out():
+    given = PlanInput(np.array([3, 4]), None, PlanConfig(), num_anchors=1, block_size=2, replicas=1, seed=0)
+    entries = enter(given, 0)
+    assert entries.rows is None
+    assert entries.drafts is None
+    assert entries.histogram.tolist() == [2]
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ([], "x: empty"),
+        ([5, 0, 3], "x[1] is 0; allowed: 1 to 2147483647"),
+        ([5, -2], "x[1] is -2"),
+        ([5, 2**31], "x[1] is 2147483648"),
+        ([5.0, float("nan")], "x: float64 numbers of shape (2,); give one whole number a sample"),
+        ([5.0, 2.5], "x: float64"),
+        (["a"], "x: <U1"),
+        ([[1, 2]], "x: int64 numbers of shape (1, 2)"),
+        ([True, False], "x: bool"),
+    ],
+)
+def test_what_is_not_one_count_a_sample_is_refused_in_one_line(values, words):
+    with pytest.raises(PlanError, match=re.escape(words)) as caught:
+        checked_counts(values, "x", 1)
+    assert len(caught.value.errors) == 1 and "\n" not in str(caught.value)
+
+
+def test_counts_are_not_copied_and_whole_floats_are_read():
+    values = np.array([3, 1], np.uint16)
+    assert checked_counts(values, "x", 1) is values
+    assert checked_counts(np.array([3.0, 1.0]), "x", 1).tolist() == [3, 1]
