@@ -163,13 +163,12 @@ def test_bad_input_is_refused_in_one_line(lengths_file, capsys, words, code, sai
     assert "Traceback" not in err
 
 
-def test_help_shows_examples(capsys):
-    with pytest.raises(SystemExit) as caught:
-        main(["plan", "--help"])
-    assert caught.value.code == 0
-    out = capsys.readouterr().out
-    assert "paceline plan lengths.npy --compare" in out
-    assert "--plan.antithetic" in out
+def test_help_shows_examples_and_the_settings_of_the_plan(capsys):
+    for words, shown in ((["--help"], "paceline plan lengths.npy --compare"), (["--help", "plan"], "plan.antithetic")):
+        with pytest.raises(SystemExit) as caught:
+            main(["plan", *words])
+        assert caught.value.code == 0
+        assert shown in capsys.readouterr().out
 
 
 def test_a_run_folder_is_read_from_its_store(store, capsys):

@@ -23,12 +23,14 @@ if TYPE_CHECKING:
 
 DESCRIPTION = """Dry run of an epoch: length histogram, buckets, padding, windows, steps. Needs nothing but lengths.
 
-SOURCE is a run's YAML or folder, a prepared store, or a file of lengths: .npy, .npz, .jsonl, .parquet, or text with one
-length a line.
+SOURCE is a run's YAML or folder, a prepared store, or lengths: .npy, .npz, .jsonl, .parquet, .arrow, a folder that
+`datasets` saved, or text with one length a line.
 
-Examples: paceline plan run.yaml
-          paceline plan lengths.npy --compare
-          paceline plan lengths.npy --plan.token_budget 16384 --plan.strategy bucketed --plot plan.png"""
+Examples:
+  paceline plan run.yaml
+  paceline plan lengths.npy --compare
+  paceline plan lengths.npy --plan.token_budget 16384 --plan.strategy bucketed --plot plan.png
+"""
 
 MOST_LADDER = 64
 """Numbers of buckets that --edges looks at."""
@@ -195,7 +197,8 @@ def read_source(arguments: Arguments, overrides: Mapping[str, str]) -> Source:
         planned_for = read_run_facts(started).get("replicas", planned_for)
     replicas = arguments.replicas or planned_for
     epochs = arguments.epochs or (settings.train.epochs if is_run else 1)
-    if is_run or path.is_dir():
+    saved = any((path / name).is_file() for name in ("state.json", "dataset_dict.json"))  # by `datasets`
+    if is_run or (path.is_dir() and not saved):
         if arguments.column is not None or arguments.group is not None:
             raise PlanError("--column and --group belong to a file of lengths; a store has its own columns")
         from paceline.data.store import open_store
