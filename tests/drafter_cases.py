@@ -101,7 +101,9 @@ def pick(batch: FeatureBatch, rows, index=0) -> FeatureBatch:
     return FeatureBatch(part, batch.features[tokens], last)
 
 
-def make_learner(spec: DrafterSpec, *, dtype="float32", total_steps=50, seed=0, device="cpu", **sections) -> Learner:
+def make_learner(
+    spec: DrafterSpec, *, dtype="float32", total_steps=50, seed=0, device="cpu", world=None, shards=None, **sections
+) -> Learner:
     """A learner on random frozen tensors; `sections` are keyword dicts: drafter, objective, optimizer."""
     embedding, head = frozen(spec)
     drafter = {"num_layers": spec.num_layers, "block_size": spec.block_size, "dtype": dtype}
@@ -115,6 +117,8 @@ def make_learner(spec: DrafterSpec, *, dtype="float32", total_steps=50, seed=0, 
         total_steps=total_steps,
         seed=seed,
         device=device,
+        world=world,
+        shards=shards,
     )
 
 

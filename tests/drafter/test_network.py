@@ -8,7 +8,7 @@ import torch
 
 from drafter_cases import KINDS, make_batch, small_spec
 from paceline.decode.draft_session import DraftSession
-from paceline.drafter.layers import GatedMLP, RMSNorm, rotary_table, rotate
+from paceline.drafter.layers import GatedMLP, Linear, RMSNorm, rotary_table, rotate
 from paceline.drafter.network import Drafter
 from paceline.errors import DrafterError
 
@@ -163,3 +163,40 @@ def test_rotation_and_its_gradient():
     pairs = torch.complex(x[..., :3], x[..., 3:]) * torch.complex(*table)
     torch.testing.assert_close(rotate(x, table), torch.cat([pairs.real, pairs.imag], dim=-1))
     assert torch.autograd.gradcheck(lambda y: rotate(y, table), (x,))
+
+
+@pytest.mark.parametrize("kind", KINDS[:2] + KINDS[4:5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_recomputed_layers_give_the_same_bits_and_keep_less(kind, dtype):
+    spec = small_spec(**kind, num_layers=2)
+    batch = make_batch(spec, [40, 25], num_anchors=9, dtype=dtype)
+    host, found = batch.host, []
+    blocks = embeddings(len(host.anchors), spec).to(dtype)
+    for recompute in (False, True):
+        network, kept = Drafter(spec, recompute=recompute, seed=1), {}
+
+        def note(tensor, kept=kept):
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            hidden = network.training_forward(batch.features, host.lengths, host.anchors, host.anchor_counts, blocks)
+        before = sum(kept.values())
+        hidden.float().square().sum().backward()
+        found.append((hidden, [parameter.grad for parameter in network.parameters()], before))
+    (hidden, gradients, whole), (again, others, least) = found
+    assert torch.equal(hidden, again) and all(map(torch.equal, gradients, others)) and least < 0.5 * whole
+
+
+def test_no_copy_of_a_weight_is_kept_for_the_backward_pass():
+    """In bfloat16 such copies would take half of the masters' memory."""
+    linear, saved = Linear(40, 50), []
+    torch.nn.init.normal_(linear.weight, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(3, 7, 40, generator=torch.Generator().manual_seed(1)).bfloat16().requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        output = linear(x)
+    assert {tensor.data_ptr() for tensor in saved} == {x.data_ptr(), linear.weight.data_ptr()}
+    output.float().square().sum().backward()
+    expected = torch.nn.functional.linear(x, linear.weight.bfloat16())
+    found = torch.autograd.grad(expected.float().square().sum(), (x, linear.weight))
+    assert torch.equal(output, expected) and torch.equal(found[0], x.grad) and torch.equal(found[1], linear.weight.grad)

@@ -86,6 +86,8 @@ class DrafterConfig(Section):
     """Supervised slots whose logits exist at once."""
     positions_per_pass: int | None = Field(default=None, ge=1)
     """Draft positions that the drafter computes at once at most; larger micro-batches are split by sample, with the same gradient. Unset: whole micro-batches."""  # noqa: E501
+    recompute: bool = False
+    """Whether each draft layer is computed again in the backward pass instead of keeping what it computed: far less memory, about a quarter more work."""  # noqa: E501
 
     noise: NoiseConfig = NoiseConfig()
     """Noise on the features."""
@@ -164,6 +166,10 @@ class OptimizerConfig(Section):
 
     name: Literal["adamw", "muon"] = "adamw"
     """AdamW for everything, or Muon for the matrices and AdamW for the norms."""
+    state: Literal["float32", "8bit"] = "float32"
+    """Type of AdamW's moments; 8bit (bitsandbytes) takes a quarter of the memory. Masters are always float32."""
+    shard: bool = False
+    """Whether each drafter rank of a machine holds only its part of the optimizer's state (torch's ZeRO)."""
     lr: float = Field(default=6e-4, gt=0, le=10)
     """Peak learning rate."""
     weight_decay: float = Field(default=0.0, ge=0)
@@ -186,3 +192,9 @@ class OptimizerConfig(Section):
     """Gradient norm above which the gradient is scaled down."""
     max_skipped_steps: int = Field(default=5, ge=1)
     """Steps with a non-finite gradient are skipped and counted; this many in a row stop the run."""
+
+    @model_validator(mode="after")
+    def _state_fits(self) -> OptimizerConfig:
+        if self.state == "8bit" and self.name == "muon":
+            raise ValueError("state 8bit is AdamW's; Muon keeps one float32 state; set name to adamw, or drop state")
+        return self

@@ -5,7 +5,7 @@ Only tensors and MessagePack cross the network, never pickles: what a rank recei
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -78,27 +78,40 @@ def check_equal(parameters: Sequence[Tensor], world: dist.ProcessGroup) -> None:
         )
 
 
-def broadcast_state(state: Any, world: dist.ProcessGroup, device: torch.device) -> Any:
-    """The first rank's state on every rank: its outline as plain values, then one tensor after another.
+def owners(mine: Sequence[bool], world: dist.ProcessGroup, device: torch.device) -> list[int | None]:
+    """For each of some things the first rank that has it; None where no rank does."""
+    flags = torch.tensor(mine, dtype=torch.uint8, device=device)
+    everyone = [torch.empty_like(flags) for _ in range(dist.get_world_size(world))]
+    with collective_errors():
+        dist.all_gather(everyone, flags, group=world)
+    table = torch.stack(everyone).tolist()
+    return [next((rank for rank, has in enumerate(column) if has), None) for column in zip(*table, strict=True)]
+
+
+def broadcast_state(state: Any, world: dist.ProcessGroup, device: torch.device, source: int = 0) -> Any:
+    """One rank's state on every rank: its outline as plain values, then one tensor after another.
 
     Args:
-        state: nested dicts and lists of tensors and plain values; used on the first rank only.
+        state: nested dicts and lists of tensors and plain values; used on the source only.
         world: the group.
         device: where tensors cross.
+        source: rank of the group that has the state.
 
     Returns:
         The state, its tensors in host memory; tuples arrive as lists.
     """
-    first = dist.get_rank(world) == 0
-    encoded = _encoded(_outline(state), device) if first else torch.empty(0, dtype=torch.uint8, device=device)
+    gives = dist.get_rank(world) == source
+    encoded = _encoded(_outline(state), device) if gives else torch.empty(0, dtype=torch.uint8, device=device)
+
+    def send(tensor: Tensor) -> Tensor:
+        dist.broadcast(tensor, group=world, group_src=source)
+        return tensor
+
     with collective_errors():
-        size = torch.tensor([len(encoded)], device=device)
-        dist.broadcast(size, src=0, group=world)
-        if not first:
-            encoded = torch.empty(int(size), dtype=torch.uint8, device=device)
-        dist.broadcast(encoded, src=0, group=world)
+        size = int(send(torch.tensor([len(encoded)], device=device)))
+        encoded = send(encoded if gives else torch.empty(size, dtype=torch.uint8, device=device))
         outline = msgspec.msgpack.decode(encoded.cpu().numpy().tobytes())
-        return _received(outline, state if first else None, world, device)
+        return _received(outline, state if gives else None, send, device)
 
 
 @contextmanager
@@ -139,20 +152,14 @@ def _outline(value: Any) -> Any:
     return value
 
 
-def _received(outline: Any, mine: Any, world: dist.ProcessGroup, device: torch.device) -> Any:
-    """The state of an outline; `mine` is the first rank's state, None on the others."""
+def _received(outline: Any, mine: Any, send: Callable[[Tensor], Tensor], device: torch.device) -> Any:
+    """The state of an outline; `mine` is the source's state, None on the other ranks."""
     if isinstance(outline, dict) and TENSOR in outline:
         kind, shape = outline[TENSOR]
         here = torch.empty(shape, dtype=getattr(torch, kind), device=device) if mine is None else mine.to(device)
-        dist.broadcast(here, src=0, group=world)
-        return here.cpu()
+        return send(here).cpu()
     if isinstance(outline, dict):
-        return {
-            key: _received(inner, None if mine is None else mine[key], world, device) for key, inner in outline.items()
-        }
+        return {key: _received(inner, mine and mine[key], send, device) for key, inner in outline.items()}
     if isinstance(outline, list):
-        return [
-            _received(inner, None if mine is None else mine[place], world, device)
-            for place, inner in enumerate(outline)
-        ]
+        return [_received(inner, mine and mine[place], send, device) for place, inner in enumerate(outline)]
     return outline

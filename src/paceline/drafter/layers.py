@@ -35,7 +35,31 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] → [..., out]."""
-        return F.linear(x, self.weight.to(x.dtype))
+        if not torch.is_grad_enabled():
+            return F.linear(x, self.weight.to(x.dtype))
+        output = _Linear.apply(x, self.weight)
+        assert isinstance(output, Tensor)
+        return output
+
+
+class _Linear(torch.autograd.Function):
+    """Keeps the input and the master weight, which is cast again backwards: a cast weight kept until then would take
+    half of the masters' memory."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return F.linear(x, weight.to(x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        gradient = gradients[0].flatten(0, -2)
+        d_x = None
+        if ctx.needs_input_grad[0]:
+            d_x = (gradient @ weight.to(gradient.dtype)).view(x.shape)
+        d_weight = (x.flatten(0, -2).t() @ gradient).t().to(weight.dtype) if ctx.needs_input_grad[1] else None
+        return d_x, d_weight
 
 
 class RMSNorm(nn.Module):

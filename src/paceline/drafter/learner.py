@@ -31,7 +31,7 @@ from paceline.drafter.loss.weights import SLOT_WEIGHTS, default_gamma, normalize
 from paceline.drafter.metrics import WindowMetrics, WindowTotals, bucket_totals, ratios_of, sample_losses
 from paceline.drafter.network import Drafter
 from paceline.drafter.noise import add_noise, noise_ratio
-from paceline.drafter.optimizer import learning_rates, make_optimizers
+from paceline.drafter.optimizer import learning_rates, make_optimizers, optimizer_state
 from paceline.drafter.schedule import Schedule, ramp
 from paceline.drafter.spec import DrafterSpec
 from paceline.drafter.split_batch import split_batch
@@ -55,6 +55,7 @@ class Learner:
         seed: key of the new weights.
         device: of network and frozen tensors.
         world: process group of the drafter ranks, or None for one rank. Ranks start from the same seed and stay equal.
+        shards: those of them that share the optimizer's state out; None: each holds all of it.
         teacher: makes the target's logits from inputs of its final norm; needed by the terms kl, tv and lk only.
 
     Raises:
@@ -74,6 +75,7 @@ class Learner:
         seed: int,
         device: str | torch.device = "cpu",
         world: dist.ProcessGroup | None = None,
+        shards: dist.ProcessGroup | None = None,
         teacher: Teacher | None = None,
     ) -> None:
         self._cross_entropy = choose_head(drafter.head, torch.device(device))
@@ -82,6 +84,10 @@ class Learner:
                 "objective.terms compares with the target's distributions, and no teacher was given; "
                 "give the target's norm and head, or use ce alone"
             )
+        if optimizer.shard and world is not None and shards is None:
+            raise DrafterError(
+                "optimizer.shard: the ranks that share the optimizer's state out were not given; drop it"
+            )
         for name, tensor in (("embedding", embedding), ("head", head)):
             if tuple(tensor.shape) != (spec.vocab_size, spec.hidden_size):
                 raise DrafterError(
@@ -89,14 +95,15 @@ class Learner:
                     f"[{spec.vocab_size}, {spec.hidden_size}]"
                 )
         self.spec, self.settings, self.objective = spec, drafter, objective
-        self.device, self.world = torch.device(device), world
+        self.device, self.world, self.shards = torch.device(device), world, shards
         self.dtype = COMPUTE_TYPES[drafter.dtype]
         self._embedding = embedding.detach().to(self.device, self.dtype)
         tied = head.data_ptr() == embedding.data_ptr()
         self._head = self._embedding if tied else head.detach().to(self.device, self.dtype)
-        self.network = Drafter(spec, attention=drafter.attention, seed=seed).to(self.device)
+        network = Drafter(spec, attention=drafter.attention, recompute=drafter.recompute, seed=seed)
+        self.network = network.to(self.device)
         self.parameters = list(self.network.parameters())
-        self.optimizer_settings, self.optimizers = optimizer, make_optimizers(self.network, optimizer)
+        self.optimizer_settings, self.optimizers = optimizer, make_optimizers(self.network, optimizer, self.shards)
         self.rates = learning_rates(optimizer, total_steps)
         self.seed, self.teacher = seed, teacher
         gamma = objective.gamma or default_gamma(spec.block_size)
@@ -236,10 +243,14 @@ class Learner:
         self.steps_done += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that a resumed run needs between two windows: the tensors themselves, and plain values."""
+        """Everything that a resumed run needs between two windows: the tensors themselves, and plain values.
+
+        Where ranks share the optimizer's state out, all of them must ask.
+        """
+        optimizers = self.optimizers.items()
         return {
             "network": self.network.state_dict(),
-            "optimizer": {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()},
+            "optimizer": {name: optimizer_state(of, self.shards, self.device) for name, of in optimizers},
             "steps_done": self.steps_done,
             "skipped_in_row": self.skipped_in_row,
         }

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from paceline.drafter.attention import BACKENDS, Attention, decode_attention
 from paceline.drafter.attention.layout import Layout
@@ -69,7 +70,7 @@ class SelfAttention(nn.Module):
 
 
 class DraftLayer(nn.Module):
-    """A Qwen3 layer with pre-norms whose context is not normalised again."""
+    """A Qwen3 layer with pre-norms whose context is not normalized again."""
 
     def __init__(self, spec: DrafterSpec) -> None:
         super().__init__()
@@ -99,13 +100,14 @@ class Drafter(nn.Module):
     Args:
         spec: the architecture.
         attention: backend name; "auto" is flex on CUDA and split elsewhere, and in decoding the one made for it.
+        recompute: whether each draft layer is computed again backwards, so that only its input is kept.
         seed: of the new weights (normal with the spec's deviation; norms are 1).
     """
 
-    def __init__(self, spec: DrafterSpec, *, attention: str = "auto", seed: int = 0) -> None:
+    def __init__(self, spec: DrafterSpec, *, attention: str = "auto", recompute: bool = False, seed: int = 0) -> None:
         super().__init__()
         self.spec = spec
-        self.attention = attention
+        self.attention, self.recompute = attention, recompute
         self.fc = Linear(len(spec.taps) * spec.hidden_size, spec.hidden_size)
         self.hidden_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
         self.layers = nn.ModuleList(DraftLayer(spec) for _ in range(spec.num_layers))
@@ -134,7 +136,7 @@ class Drafter(nn.Module):
             block_embeddings: embedded slots [A, K, D]: the anchor's token, then mask tokens.
 
         Returns:
-            Final normalised hidden states [A, K, D], ready for the target's head.
+            Final normalized hidden states [A, K, D], ready for the target's head.
 
         Raises:
             DrafterError: the parts do not fit each other.
@@ -148,10 +150,20 @@ class Drafter(nn.Module):
         layout = Layout.of(
             lengths, anchor_array, np.asarray(anchor_counts, np.int64), block_embeddings.shape[1], features.device
         )
-        context = self.context(features)
-        table = self._table(layout.tensor(layout.context_positions), features.dtype)
-        contexts = (layer.self_attn.keys_values(context, table) for layer in self.draft_layers())
-        return self._blocks(block_embeddings, contexts, layout, self._backend(block_embeddings.device))
+        context, x = self.context(features), block_embeddings
+        context_table = self._table(layout.tensor(layout.context_positions), features.dtype)
+        table, attend = self._table(layout.slot_positions, x.dtype), self._backend(x)
+        for index, layer in enumerate(self.draft_layers()):
+
+            def compute(x: Tensor, context: Tensor, layer: DraftLayer = layer, index: int = index) -> Tensor:
+                keys_values = layer.self_attn.keys_values(context, context_table)
+                return layer(x, keys_values, table, layout, self.spec.window(index), self.spec.causal[index], attend)
+
+            if self.recompute and torch.is_grad_enabled():
+                x = checkpoint(compute, x, context, use_reentrant=False, preserve_rng_state=False)
+            else:
+                x = compute(x, context)
+        return self.norm(x)
 
     @torch.no_grad()
     def context_parts(self, features: Tensor, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
@@ -178,7 +190,7 @@ class Drafter(nn.Module):
             block_embeddings: embedded slots [A, K, D].
 
         Returns:
-            Final normalised hidden states [A, K, D].
+            Final normalized hidden states [A, K, D].
         """
         layout = Layout.of(
             np.full(len(positions), room),
@@ -187,8 +199,11 @@ class Drafter(nn.Module):
             block_embeddings.shape[1],
             block_embeddings.device,
         )
-        attend = decode_attention if self.attention == "auto" else self._backend(block_embeddings.device)
-        return self._blocks(block_embeddings, contexts, layout, attend)
+        attend = decode_attention if self.attention == "auto" else self._backend(block_embeddings)
+        x, table = block_embeddings, self._table(layout.slot_positions, block_embeddings.dtype)
+        for index, (layer, context) in enumerate(zip(self.draft_layers(), contexts, strict=True)):
+            x = layer(x, context, table, layout, self.spec.window(index), self.spec.causal[index], attend)
+        return self.norm(x)
 
     def context(self, features: Tensor) -> Tensor:
         """Context vectors [S, D] of features [S, N·H]."""
@@ -201,16 +216,9 @@ class Drafter(nn.Module):
     def _table(self, positions: Tensor, dtype: torch.dtype) -> Table:
         return rotary_table(positions, self.spec.head_dim, self.spec.rope_theta, dtype)
 
-    def _blocks(
-        self, x: Tensor, contexts: Iterable[tuple[Tensor, Tensor]], layout: Layout, attend: Attention
-    ) -> Tensor:
-        table = self._table(layout.slot_positions, x.dtype)
-        for index, (layer, context) in enumerate(zip(self.draft_layers(), contexts, strict=True)):
-            x = layer(x, context, table, layout, self.spec.window(index), self.spec.causal[index], attend)
-        return self.norm(x)
-
-    def _backend(self, device: torch.device) -> Attention:
+    def _backend(self, x: Tensor) -> Attention:
         name = self.attention
         if name == "auto":
-            name = "flex" if device.type == "cuda" else "split"
+            # Kernels of flex_attention need more shared memory in float64 than cards have.
+            name = "flex" if x.device.type == "cuda" and x.dtype != torch.float64 else "split"
         return BACKENDS[name]

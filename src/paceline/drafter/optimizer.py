@@ -1,14 +1,20 @@
-"""How the float32 masters move: AdamW or Muon, and the learning rate of each step."""
+"""How the float32 masters move: AdamW or Muon, the learning rate of each step, and what of the state is saved."""
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from paceline.config.learning import OptimizerConfig
+from paceline.config import OptimizerConfig
+from paceline.drafter.distributed import broadcast_state, owners
 from paceline.drafter.schedule import Schedule
+from paceline.errors import DrafterError
 
 
 def learning_rates(config: OptimizerConfig, total_steps: int) -> Schedule:
@@ -17,19 +23,31 @@ def learning_rates(config: OptimizerConfig, total_steps: int) -> Schedule:
     return Schedule(config.schedule, config.lr, config.lr * config.final_lr, 0, total_steps, warmup)
 
 
-def make_optimizers(network: nn.Module, config: OptimizerConfig) -> dict[str, torch.optim.Optimizer]:
+def make_optimizers(
+    network: nn.Module, config: OptimizerConfig, shards: dist.ProcessGroup | None = None
+) -> dict[str, Optimizer]:
     """The optimizers of a network's float32 parameters, by name.
 
     Matrices decay by `weight_decay`, norms do not. With `muon`, matrices are moved by Muon (scaled so that AdamW's
     learning rate fits) and norms by AdamW.
+
+    Args:
+        network: float32 parameters.
+        config: settings.
+        shards: ranks among which each optimizer's state is shared out; None: every rank holds all of it.
+
+    Raises:
+        DrafterError: the package that the settings need is missing.
     """
     matrices = [parameter for parameter in network.parameters() if parameter.ndim >= 2]
     norms = [parameter for parameter in network.parameters() if parameter.ndim < 2]
     groups: list[dict[str, Any]] = [{"params": norms, "weight_decay": 0.0}]
-    found: dict[str, torch.optim.Optimizer] = {}
+    found: dict[str, Optimizer] = {}
     if config.name == "muon":
-        found["muon"] = torch.optim.Muon(
-            matrices,
+        found["muon"] = _made(
+            torch.optim.Muon,
+            [{"params": matrices}],
+            shards,
             lr=config.lr,
             weight_decay=config.weight_decay,
             momentum=config.momentum,
@@ -37,6 +55,49 @@ def make_optimizers(network: nn.Module, config: OptimizerConfig) -> dict[str, to
         )
     else:
         groups.insert(0, {"params": matrices, "weight_decay": config.weight_decay})
-    betas = (config.beta1, config.beta2)
-    found["adamw"] = torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, fused=True)
+    shared = {"lr": config.lr, "betas": (config.beta1, config.beta2), "eps": config.eps}
+    if config.state == "8bit":
+        found["adamw"] = _made(_adamw_8bit(), groups, shards, **shared)
+    else:
+        found["adamw"] = _made(torch.optim.AdamW, groups, shards, **shared, fused=True)
     return found
+
+
+def optimizer_state(optimizer: Any, shards: dist.ProcessGroup | None, device: torch.device) -> dict[str, Any]:
+    """What `load_state_dict` takes, whole; where the state is shared out, all ranks must ask, and it is gathered.
+
+    A whole state can be loaded into an optimizer whose state is shared out, and the other way round.
+    """
+    if shards is None:
+        return optimizer.state_dict()
+    mine: dict[Tensor, Any] = optimizer.optim.state  # of this rank's parameters
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    place = {parameter: index for index, parameter in enumerate(parameters)}
+    state = {}
+    for index, owner in enumerate(owners([parameter in mine for parameter in parameters], shards, device)):
+        if owner is not None:
+            state[index] = broadcast_state(mine.get(parameters[index]), shards, device, owner)
+    groups = [
+        {**group, "params": [place[parameter] for parameter in group["params"]]} for group in optimizer.param_groups
+    ]
+    return {"state": state, "param_groups": groups}
+
+
+def _made(kind: Callable[..., Optimizer], groups: list[dict[str, Any]], shards: Any, **settings: Any) -> Optimizer:
+    if shards is None:
+        return kind(groups, **settings)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch.distributed.optim's own use of torch.jit
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+    return ZeroRedundancyOptimizer(groups, optimizer_class=kind, process_group=shards, **settings)
+
+
+def _adamw_8bit() -> Callable[..., Optimizer]:
+    try:
+        from bitsandbytes.optim import AdamW8bit
+    except ImportError as error:
+        raise DrafterError(
+            "optimizer.state: 8bit needs bitsandbytes, which is not installed; pip install 'paceline[quantize]', or "
+            "set optimizer.state to float32"
+        ) from error
+    return AdamW8bit
