@@ -10,6 +10,7 @@ import torch
 from paceline.check import memory_budget
 from paceline.config import Settings, load_settings
 from paceline.drafter.learner import Learner
+from paceline.drafter.memory import num_parameters
 from paceline.drafter.network import Drafter
 from paceline.drafter.spec import DrafterSpec, derive_spec
 from paceline.pipeline.feature_pool import FeaturePool
@@ -39,7 +40,7 @@ def spec_of(settings: Settings, **changes: object) -> DrafterSpec:
 )
 def test_parameters_are_those_of_the_network(settings: Settings, changes: dict[str, int]) -> None:
     spec = spec_of(settings, **changes)
-    assert memory_budget.drafter_parameters(spec) == sum(p.numel() for p in Drafter(spec).parameters())
+    assert num_parameters(spec) == sum(p.numel() for p in Drafter(spec).parameters())
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from paceline.config import Settings, devices_of
+from paceline.drafter import memory
 from paceline.drafter.spec import DrafterSpec
 from paceline.types import TargetFacts
 
@@ -29,15 +30,6 @@ class Load:
     positions: int
 
 
-def drafter_parameters(spec: DrafterSpec) -> int:
-    """Trained parameters of a drafter."""
-    hidden, across = spec.hidden_size, spec.num_attention_heads * spec.head_dim
-    keys = spec.num_key_value_heads * spec.head_dim
-    layer = 2 * hidden * across + 2 * hidden * keys + 3 * hidden * spec.intermediate_size
-    norms = 2 * hidden + 2 * spec.head_dim
-    return spec.num_layers * (layer + norms) + len(spec.taps) * hidden * hidden + 2 * hidden
-
-
 def target_bytes(weights: int, facts: TargetFacts, spec: DrafterSpec, settings: Settings, load: Load) -> dict[str, int]:
     """Bytes of one target worker's device, by cause."""
     width = settings_bytes(settings.target.dtype)
@@ -49,24 +41,22 @@ def target_bytes(weights: int, facts: TargetFacts, spec: DrafterSpec, settings: 
     }
 
 
-def drafter_bytes(facts: TargetFacts, spec: DrafterSpec, settings: Settings, load: Load) -> dict[str, int]:
-    """Bytes of one drafter rank's device, by cause."""
-    width = settings_bytes(settings.drafter.dtype)
-    parameters, states = drafter_parameters(spec), 1 if settings.optimizer.name == "muon" else 2
-    across = (spec.num_attention_heads + 2 * spec.num_key_value_heads) * spec.head_dim
-    positions = min(load.positions, settings.drafter.positions_per_pass or load.positions)
-    shared = spec.vocab_size * spec.hidden_size * width * (1 if facts.tied_head else 2)
-    layer = positions * (8 * spec.hidden_size + 2 * across + 4 * spec.intermediate_size)
-    context = load.tokens * 4 * spec.num_key_value_heads * spec.head_dim
-    return {
-        "master weights": parameters * FLOAT32,
-        "gradients": parameters * FLOAT32,
-        "optimizer state": parameters * FLOAT32 * states,
-        "embedding and head": shared,
-        "features of the largest batch": load.tokens * len(spec.taps) * spec.hidden_size * width,
-        "activations (estimate)": spec.num_layers * (layer + context) * width,
-        "logits of a chunk": 3 * min(settings.drafter.head_chunk, positions) * spec.vocab_size * FLOAT32,
-    }
+def drafter_bytes(
+    facts: TargetFacts, spec: DrafterSpec, settings: Settings, load: Load, room: int | None = None
+) -> dict[str, int]:
+    """Bytes of one drafter rank's device, by cause.
+
+    Args:
+        facts, spec, settings, load: of the run.
+        room: bytes of the device that the rank may use, which decide the draft positions computed at once where
+            `drafter.positions_per_pass` is unset; None: all of a micro-batch's.
+    """
+    ranks, device = len(settings.flow.drafter_devices), settings.flow.drafter_devices[0]
+    shape = memory.training_shape(settings, spec, facts.tied_head, ranks, device)
+    limit = settings.drafter.positions_per_pass
+    if limit is None and room is not None:
+        limit = memory.fitting_positions(shape, load.tokens, room)
+    return memory.drafter_bytes(shape, load.tokens, min(load.positions, limit or load.positions))
 
 
 def evaluator_bytes(weights: int, spec: DrafterSpec, settings: Settings) -> dict[str, int]:
@@ -76,7 +66,7 @@ def evaluator_bytes(weights: int, spec: DrafterSpec, settings: Settings) -> dict
     width = settings_bytes(settings.evaluate.dtype)
     return {
         "weights of the target": weights * width // settings_bytes(settings.target.dtype),
-        "weights of the drafter": drafter_parameters(spec) * FLOAT32,
+        "weights of the drafter": memory.num_parameters(spec) * FLOAT32,
     }
 
 

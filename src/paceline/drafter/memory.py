@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from paceline.config import DrafterConfig, ObjectiveConfig, OptimizerConfig
+from paceline.config import DrafterConfig, ObjectiveConfig, OptimizerConfig, Settings
 from paceline.drafter.layers import rows_at_once
 from paceline.drafter.loss.tiled_ce import VOCABULARY_TILE
 from paceline.drafter.spec import DrafterSpec
@@ -43,6 +43,27 @@ class TrainingShape:
     tied: bool = False
     ranks: int = 1
     on_card: bool = True
+
+
+def training_shape(settings: Settings, spec: DrafterSpec, tied: bool, ranks: int, device: str) -> TrainingShape:
+    """The shape of a run's drafter ranks.
+
+    Args:
+        settings, spec: of the run.
+        tied: whether the target's head is its embedding.
+        ranks: drafter ranks of this machine.
+        device: of a rank.
+    """
+    return TrainingShape(
+        spec,
+        settings.drafter,
+        settings.objective,
+        settings.optimizer,
+        features=settings.target.dtype,
+        tied=tied,
+        ranks=ranks,
+        on_card=device.startswith("cuda"),
+    )
 
 
 def num_parameters(spec: DrafterSpec) -> int:

@@ -83,16 +83,17 @@ def optimizer_state(optimizer: Any, shards: dist.ProcessGroup | None, device: to
     return {"state": state, "param_groups": groups}
 
 
-def _made(kind: Callable[..., Optimizer], groups: list[dict[str, Any]], shards: Any, **settings: Any) -> Optimizer:
+def _made(kind: type[Optimizer], groups: list[dict[str, Any]], shards: Any, **settings: Any) -> Optimizer:
     if shards is None:
-        return kind(groups, **settings)
+        make: Callable[..., Optimizer] = kind
+        return make(groups, **settings)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # torch.distributed.optim's own use of torch.jit
         from torch.distributed.optim import ZeroRedundancyOptimizer
     return ZeroRedundancyOptimizer(groups, optimizer_class=kind, process_group=shards, **settings)
 
 
-def _adamw_8bit() -> Callable[..., Optimizer]:
+def _adamw_8bit() -> type[Optimizer]:
     try:
         from bitsandbytes.optim import AdamW8bit
     except ImportError as error:

@@ -17,6 +17,7 @@ from functools import cache
 import numpy as np
 import torch
 from torch import Tensor
+from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
@@ -156,7 +157,7 @@ def compiled(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask) -> Tens
     try:
         with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
             output = _kernel()(query, key, value, block_mask=mask, enable_gqa=True)
-    except (torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit) as error:
+    except (TorchDynamoException, FailOnRecompileLimitHit) as error:
         line = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise DrafterError(
             f"drafter.attention: flex: torch {torch.__version__} cannot compile flex_attention here ({line}); set "
