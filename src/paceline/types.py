@@ -144,11 +144,13 @@ class SharedWeights:
         embedding: what the target's layer 0 sees for every token, [V, H].
         head: weight of its language model head, [V, H]; the very same tensor where the two are tied.
         teacher: what makes its logits, where an objective compares with them.
+        embedding_scale: `embedding` is this times the stored embedding; None where it is no multiple.
     """
 
     embedding: Tensor
     head: Tensor
     teacher: TeacherParts | None = None
+    embedding_scale: float | None = 1.0
 
 
 @dataclass(frozen=True, slots=True)

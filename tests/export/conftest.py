@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import shutil
 from collections.abc import Callable
 from typing import Any
 
@@ -92,3 +94,25 @@ def make_facts() -> Callable[..., TargetFacts]:
         return TargetFacts(**{**values, **changes})
 
     return facts
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """A folder with a sub-folder for each owner/name, in place of the Hugging Face hub."""
+    import huggingface_hub
+
+    root = tmp_path / "hub"
+
+    class LocalApi:
+        def create_repo(self, repo_id: str, *, private: bool, exist_ok: bool) -> None:
+            (root / repo_id).mkdir(parents=True, exist_ok=exist_ok)
+
+        def upload_folder(self, *, repo_id: str, folder_path: str, commit_message: str) -> str:
+            shutil.copytree(folder_path, root / repo_id, dirs_exist_ok=True)
+            return f"commit of {repo_id}"
+
+    for name in ("create_repo", "upload_folder"):
+        ours = set(inspect.signature(getattr(LocalApi, name)).parameters)
+        assert ours <= set(inspect.signature(getattr(huggingface_hub.HfApi, name)).parameters)
+    monkeypatch.setattr(huggingface_hub, "HfApi", LocalApi)
+    return root

@@ -25,7 +25,7 @@ def folder(tmp_path, make_spec, make_state, make_facts):
     """A function: format → a faithful folder."""
 
     def made(format: str):
-        spec = make_spec("sliding causal and full")
+        spec = make_spec("sliding bidirectional and full")
         if format == "zlab":
             write_zlab(tmp_path / format, spec, make_state(spec), make_facts(spec))
         else:
@@ -74,6 +74,7 @@ def test_odd_values_anywhere_are_an_error_in_words_or_make_a_drafter_that_works(
     assert refused > 300
     others = {"mask_token_id", "sliding_window", "max_position_embeddings", "initializer_range", "num_target_layers"}
     others |= {"bos_token_id", "eos_token_id", "pad_token_id", "sliding_window_non_causal", "sample_from_anchor", 0, 1}
+    others |= {"is_causal"}
     assert {name for name, _ in taken} <= others, "only what makes another drafter of the same tensors is taken"
 
 

@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import shlex
+from huggingface_hub import ModelCard
 
-import pytest
-
-from paceline.export.card import Origin, acceptance_table, render_card, serving_commands, serving_notes
+from paceline.export.card import Origin, acceptance_table, render_card
+from paceline.export.engines import ServedTarget
 
 
-def _card(spec, facts, **changes) -> str:
-    values = {
-        "folder": "drafters/first one",
-        "format": "zlab",
-        "dtype": "bfloat16",
-        "content_hash": "0123456789abcdef",
-        "target": "some/target",
-        "facts": facts,
-        **changes,
-    }
-    return render_card(spec, **values)
+def _card(spec, facts, origin=None, target="some/target", **changes) -> str:
+    values = {"format": "zlab", "dtype": "bfloat16", "content_hash": "0123456789abcdef", **changes}
+    return render_card(spec, ServedTarget(target, "qwen3"), facts, origin or Origin(), **values)
 
 
 def test_card_of_a_run(make_spec, make_facts) -> None:
@@ -31,7 +21,8 @@ def test_card_of_a_run(make_spec, make_facts) -> None:
         data_fingerprint="b" * 64,
         settings={
             "objective": {"terms": {"ce": 1.0}, "alpha": None},
-            "optimizer": {"lr": 6e-4, "clip_norm": 1.0},
+            "optimizer": {"name": "adamw", "lr": 6e-4, "clip_norm": 1.0, "momentum": 0.95},
+            "plan": {"strategy": "grid", "jitter": 0.05, "grid_class_batches": 4, "edges": None},
             "train": {"epochs": 3, "max_steps": None},
             "seed": 4,
         },
@@ -51,6 +42,8 @@ def test_card_of_a_run(make_spec, make_facts) -> None:
                 "num_prompts": 8,
                 "by_tag": {"chat": {"passes": 40, "tokens": 90, "tau": 2.25}},
                 "by_context": {},
+                "conditions": {"max_new_tokens": 80, "temperature": 0, "files": ["heldout.jsonl"], "device": "cpu"},
+                "dtype": "float64",
             },
         ],
         versions={"paceline": "0.1.0", "platform": "Linux"},
@@ -77,15 +70,49 @@ def test_card_of_a_run(make_spec, make_facts) -> None:
         "| chat | 2.250 | 40 |",
         "| versions | paceline 0.1.0 |",
         "| `objective.terms` | ce 1 |",
+        "| `plan.grid_class_batches` | 4 |",
     ):
         assert line in body.splitlines(), line
     assert "at most 512 tokens (engines may ask for positions up to 512)" in body
-    assert "objective.alpha" not in body
+    assert "objective.alpha" not in body and "momentum" not in body and "jitter" not in body
     assert "max_steps" not in body and "platform" not in body
+    measured = "At step 200: 8 prompts of heldout.jsonl, answers of at most 80 tokens, greedy, in float64 on cpu."
+    assert measured in body
 
 
-def test_what_is_unknown_stays_out(make_spec) -> None:
-    card = _card(make_spec(), None, target="/models/target")
+def test_metadata_is_valid_for_the_hub(tmp_path, make_spec, make_facts) -> None:
+    (tmp_path / "README.md").write_text("---\nlicense: apache-2.0\n---\n# The target\n")
+    cached = tmp_path / "models--owner--base" / "snapshots" / "0a1b"
+    cached.mkdir(parents=True)
+    (cached / "README.md").write_text((tmp_path / "README.md").read_text())
+    card = ModelCard(_card(make_spec(), make_facts(make_spec()), target=str(cached)))
+    assert card.data.to_dict() == {
+        "base_model": "owner/base",
+        "library_name": "transformers",
+        "license": "apache-2.0",
+        "pipeline_tag": "text-generation",
+        "tags": ["dflash", "speculative-decoding"],
+    }
+    assert str(tmp_path) not in str(card) and "vllm serve owner/base" in str(card)
+    (cached / "README.md").write_text("no front matter")
+    assert "license" not in ModelCard(_card(make_spec(), make_facts(make_spec()), target=str(cached))).data.to_dict()
+
+
+def test_a_folder_of_the_author_is_not_shown(make_spec, make_facts) -> None:
+    card = _card(make_spec(), make_facts(make_spec()), target="/home/me/models/target")
+    assert "/home/me" not in card and "# DFlash drafter for target" in card
+    assert "vllm serve TARGET" in card and '"model": "DRAFTER"' in card
+    assert '"model": "owner/name"' in _card(make_spec(), make_facts(make_spec()), folder="owner/name")
+
+
+def test_an_unserved_drafter_says_so(make_spec, make_facts) -> None:
+    spec = make_spec(sample_from_anchor=True)
+    card = _card(spec, make_facts(spec), format="speculators")
+    assert "No released engine serves this drafter" in card and "vllm serve" not in card
+
+
+def test_what_is_unknown_stays_out(make_spec, make_facts) -> None:
+    card = _card(make_spec(), make_facts(make_spec()), target="/models/target")
     for heading in ("## Training", "## Data", "## Acceptance", "base_model"):
         assert heading not in card
     assert acceptance_table([{"step": 1, "seconds": 2.0}]) == ""
@@ -95,34 +122,3 @@ def test_what_is_unknown_stays_out(make_spec) -> None:
     assert sampled[0] == "| step | τ micro | temperature |" and sampled[3].endswith("0.800 |")
     assert Origin().trained_length is None
     assert Origin(settings={"data": {"max_length": 4096}}).trained_length == 4096
-
-
-@pytest.mark.parametrize(("shifted", "drafts"), [(False, 5), (True, 6)])
-def test_command_lines_survive_a_shell(make_spec, shifted, drafts) -> None:
-    spec = make_spec(sample_from_anchor=shifted)
-    commands = serving_commands(spec, "zlab", "drafters/first one", "/models/my target")
-    vllm = shlex.split(commands["vLLM"])
-    assert [word for word in vllm if word != "\n"][:3] == ["vllm", "serve", "/models/my target"]
-    assert json.loads(vllm[-1]) == {"method": "dflash", "model": "drafters/first one", "num_speculative_tokens": drafts}
-    sglang = shlex.split(commands["SGLang"])
-    assert sglang[sglang.index("--speculative-algorithm") + 1] == "DFLASH"
-    assert sglang[sglang.index("--speculative-draft-model-path") + 1] == "drafters/first one"
-    zlab = shlex.split(commands["z-lab dflash"])
-    assert zlab[:7] == [
-        "dflash",
-        "generate",
-        "transformers",
-        "--model",
-        "/models/my target",
-        "--draft",
-        "drafters/first one",
-    ]
-    assert list(serving_commands(spec, "speculators", "a", "b")) == ["vLLM"]
-
-
-def test_notes_name_what_engines_get_wrong(make_spec) -> None:
-    assert serving_notes(make_spec(), "zlab") == []
-    assert "reads them as causal" in serving_notes(make_spec("sliding bidirectional"), "zlab")[0]
-    assert "drops the window of 8 tokens" in serving_notes(make_spec("sliding causal"), "zlab")[0]
-    assert "full layers are causal" in serving_notes(make_spec("full causal"), "zlab")[0]
-    assert "sample_from_anchor" in serving_notes(make_spec(sample_from_anchor=True), "speculators")[0]

@@ -29,7 +29,7 @@ def run_dir(tmp_path, demo_assets) -> Path:
         {
             "run_dir": str(tmp_path / "run"),
             "target": {"path": str(target), "taps": [1, 5]},
-            "drafter": {"num_layers": 2, "block_size": 8, "layers": ["sliding", "full"], "sliding_window": 16},
+            "drafter": {"num_layers": 2, "block_size": 8, "layers": ["sliding", "full"], "sliding_window": 16, "causal": False},
         }
     )
     facts = describe(str(target))
@@ -71,7 +71,8 @@ def test_export_of_a_run(run_dir, capsys, format, dtype) -> None:
     note = json.loads((folder / "paceline.json").read_text())
     assert note["content_hash"] == result["content_hash"] == checked["content_hash"] == content_hash(state)
     assert note["trained_length"] == 4096
-    assert note["target"]["fingerprint"] == describe(note["target"]["path"]).fingerprint
+    assert note["target"]["fingerprint"] == json.loads((run_dir / "run.json").read_text())["target_fingerprint"]
+    assert str(run_dir.parent) not in (folder / "README.md").read_text() + (folder / "paceline.json").read_text()
     assert DrafterSpec.from_dict(note["drafter"]) == spec
     card = (folder / "README.md").read_text()
     assert note["content_hash"] in card and "| 20 | 3.000 |" in card and note["target"]["fingerprint"] in card
@@ -96,11 +97,12 @@ def test_verification_can_be_left_out_and_says_so(run_dir, capsys) -> None:
 
 
 def test_export_run_gives_the_folder(run_dir) -> None:
-    assert export_run(run_dir, golden="none") == run_dir / "export" / "zlab"
+    assert export_run(run_dir) == run_dir / "export" / "zlab"
 
 
 def test_golden_tensors_from_the_target_itself(run_dir, demo_assets) -> None:
-    folder = export_run(run_dir, golden="target")
+    folder = run_dir / "export" / "zlab"
+    assert run([str(run_dir), "--golden", "target"]) == 0
     golden = load_file(folder / "golden" / "golden.safetensors")
     from transformers import AutoModelForCausalLM
 
@@ -112,19 +114,19 @@ def test_golden_tensors_from_the_target_itself(run_dir, demo_assets) -> None:
     torch.testing.assert_close(golden["logits"], golden["hidden"] @ model.lm_head.weight.T, rtol=1e-5, atol=1e-5)
 
 
-def test_a_folder_is_converted_and_pushed(run_dir, demo_assets, capsys) -> None:
-    first = export_run(run_dir, golden="none")
-    out, hub = run_dir.parent / "converted", run_dir.parent / "hub"
+def test_a_folder_is_converted_and_pushed(run_dir, demo_assets, capsys, hub) -> None:
+    first, out = export_run(run_dir), run_dir.parent / "converted"
     words = [str(first), "--target", str(demo_assets / "target"), "--format", "speculators", "--out", str(out)]
-    assert run([*words, "--push", "someone/drafter", "--hub", str(hub), "--golden", "none", "--json"]) == 0
+    assert run([*words, "--push", "someone/drafter", "--golden", "none", "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
-    assert result["pushed"] == str(hub / "someone" / "drafter")
+    assert result["pushed"] == "commit of someone/drafter"
     assert content_hash(read_drafter(out)[1]) == content_hash(read_drafter(first)[1]) == result["content_hash"]
     assert read_drafter(hub / "someone" / "drafter")[0] == read_drafter(first)[0]
+    assert '"model": "someone/drafter"' in (hub / "someone" / "drafter" / "README.md").read_text()
 
 
 def test_a_converted_folder_keeps_what_its_note_says(run_dir, tmp_path, demo_assets) -> None:
-    first = export_run(run_dir, golden="none")
+    first = export_run(run_dir)
     words = [str(first), "--format", "speculators", "--out", str(tmp_path / "out"), "--golden", "none", "--target"]
     assert run([*words, str(demo_assets / "target")]) == 0
     before, after = (json.loads((folder / "paceline.json").read_text()) for folder in (first, tmp_path / "out"))
@@ -143,20 +145,20 @@ def test_a_converted_folder_keeps_what_its_note_says(run_dir, tmp_path, demo_ass
 
 
 def test_a_failed_verification_leaves_the_old_folder(run_dir, monkeypatch) -> None:
-    folder = export_run(run_dir, golden="none")
+    folder = export_run(run_dir)
     before = (folder / "config.json").read_bytes()
     from paceline.export import zlab
 
     true_config = zlab.zlab_config
 
-    def shifted(spec, dtype):
-        config = true_config(spec, dtype)
+    def shifted(spec, dtype, scale):
+        config = true_config(spec, dtype, scale)
         config["dflash_config"]["target_layer_ids"] = [tap + 1 for tap in spec.taps]
         return config
 
     monkeypatch.setattr(zlab, "zlab_config", shifted)
     with pytest.raises(ExportError, match=rf"{folder}: its configuration says taps \[2, 6\], the drafter has \[1, 5\]"):
-        export_run(run_dir, golden="none")
+        export_run(run_dir)
     assert (folder / "config.json").read_bytes() == before
     assert [path.name for path in folder.parent.iterdir()] == ["zlab"]
 
@@ -164,7 +166,7 @@ def test_a_failed_verification_leaves_the_old_folder(run_dir, monkeypatch) -> No
 def test_misuse_is_one_line(run_dir, tmp_path) -> None:
     with pytest.raises(RunDirectoryError, match="no run here"):
         run([str(tmp_path / "nowhere")])
-    folder = export_run(run_dir, golden="none")
+    folder = export_run(run_dir)
     with pytest.raises(ConfigError, match="--out: give the folder"):
         run([str(folder), "--target", "x"])
     with pytest.raises(ConfigError, match="--target: give the target"):

@@ -11,10 +11,11 @@ from safetensors.torch import load_file, save_file
 from paceline.errors import ExportError
 from paceline.export.formats import folder_format, read_drafter
 from paceline.export.speculators import read_speculators, speculators_config, write_speculators
+from paceline.export.verify import verify
 from paceline.export.weights import content_hash
 from paceline.export.zlab import write_zlab
 
-KINDS = ["full", "sliding causal and full", "sliding causal", "sliding bidirectional", "sliding bidirectional and full"]
+KINDS = ["full", "sliding causal", "sliding bidirectional", "sliding bidirectional and full"]
 
 
 def test_configuration_word_for_word(make_spec, make_facts) -> None:
@@ -107,10 +108,43 @@ def test_published_folders_with_the_targets_own_tensors_are_read(tmp_path, make_
     assert read_spec == make_spec(num_target_layers=5)
 
 
-def test_inexpressible_drafters_are_refused(make_spec, make_facts) -> None:
-    for spec in (make_spec("full causal"), make_spec("sliding causal", causal=(True, False, True))):
-        with pytest.raises(ExportError, match=r"format speculators: .* cannot be said"):
+@pytest.mark.parametrize(
+    ("kind", "flag"),
+    [("full", True), ("sliding bidirectional", True), ("sliding bidirectional and full", True), ("sliding causal", False)],
+)
+def test_vllm_reads_the_causality_that_was_trained(make_spec, make_facts, kind, flag) -> None:
+    """vLLM takes the opposite of the key as the causality of every layer, full ones included."""
+    spec = make_spec(kind)
+    assert speculators_config(spec, make_facts(spec), "float32")["sliding_window_non_causal"] is flag
+    assert set(spec.causal) == {not flag}
+
+
+def test_what_vllm_would_read_otherwise_is_refused(make_spec, make_facts) -> None:
+    mixed = make_spec("sliding causal", causal=(True, False, True))
+    for spec in (make_spec("full causal"), make_spec("sliding causal and full"), mixed):
+        with pytest.raises(ExportError, match=r"format speculators: .* cannot be said; .* export with --format zlab"):
             speculators_config(spec, make_facts(spec), "float32")
+
+
+def test_published_mixtures_are_read_as_they_were_trained(tmp_path, make_spec, make_state, make_facts) -> None:
+    spec = make_spec("sliding bidirectional and full")
+    write_speculators(tmp_path / "drafter", spec, make_state(spec), make_facts(spec))
+    path = tmp_path / "drafter" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "sliding_window_non_causal": False}))
+    assert read_drafter(tmp_path / "drafter")[0] == make_spec("sliding causal and full")
+
+
+def test_folder_carries_an_embedding_that_the_target_changes(tmp_path, make_spec, make_state, make_facts) -> None:
+    spec = make_spec()
+    state, table = make_state(spec), torch.randn(97, 32)
+    write_speculators(tmp_path / "drafter", spec, state, make_facts(spec), embedding=table)
+    tensors = load_file(tmp_path / "drafter" / "model.safetensors")
+    assert torch.equal(tensors["embed_tokens.weight"], table.bfloat16())
+    verify(tmp_path / "drafter", spec, state, make_facts(spec), None, table)
+    with pytest.raises(ExportError, match=r"embed_tokens\.weight is not needed"):
+        verify(tmp_path / "drafter", spec, state, make_facts(spec))
+    with pytest.raises(ExportError, match=r"embed_tokens\.weight differs"):
+        verify(tmp_path / "drafter", spec, state, make_facts(spec), None, 2 * table)
 
 
 @pytest.mark.parametrize(
@@ -134,7 +168,7 @@ def test_inexpressible_drafters_are_refused(make_spec, make_facts) -> None:
     ],
 )
 def test_bad_configurations_are_refused_in_one_line(tmp_path, make_spec, make_state, make_facts, change, line) -> None:
-    spec = make_spec("sliding causal and full")
+    spec = make_spec("sliding bidirectional and full")
     write_speculators(tmp_path / "drafter", spec, make_state(spec), make_facts(spec))
     path = tmp_path / "drafter" / "config.json"
     config = json.loads(path.read_text())

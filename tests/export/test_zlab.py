@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from paceline.errors import ExportError
+from paceline.export.verify import verify
 from paceline.export.weights import content_hash, expected_shapes
 from paceline.export.zlab import read_zlab, spec_from_zlab, write_zlab, zlab_config
 
@@ -196,6 +197,21 @@ def test_wrong_target_is_refused_with_every_difference(tmp_path, make_spec, make
         write_zlab(tmp_path / "drafter", make_spec(mask_token_id=3), make_state(spec))
 
 
+def test_scale_of_the_targets_embedding_is_written(tmp_path, make_spec, make_state) -> None:
+    spec = make_spec()
+    assert "input_embedding_scale" not in zlab_config(spec, "float32")["dflash_config"]
+    state = make_state(spec)
+    write_zlab(tmp_path / "drafter", spec, state, embedding_scale=5.5)
+    config = json.loads((tmp_path / "drafter" / "config.json").read_text())
+    assert config["dflash_config"]["input_embedding_scale"] == 5.5
+    assert read_zlab(tmp_path / "drafter")[0] == spec
+    verify(tmp_path / "drafter", spec, state, embedding_scale=5.5)
+    with pytest.raises(ExportError, match=r"input_embedding_scale is 5\.5"):
+        verify(tmp_path / "drafter", spec, state)
+    with pytest.raises(ExportError, match="more than a multiple of its embedding"):
+        zlab_config(spec, "float32", None)
+
+
 @pytest.fixture
 def written(tmp_path, make_spec, make_state):
     spec = make_spec("sliding causal and full")
@@ -225,6 +241,7 @@ def _edit(folder, change) -> None:
         ),
         (lambda c: c["dflash_config"].pop("mask_token_id"), r"mask_token_id stands neither"),
         (lambda c: c["dflash_config"].update(selector_rank=8), r"dflash_config has selector_rank"),
+        (lambda c: c.update(input_embedding_scale=0), r"input_embedding_scale is 0; a number from 1e-06"),
         (lambda c: c.pop("num_target_layers"), r"num_target_layers is absent; a whole number"),
         (
             lambda c: c["layer_types"].__setitem__(0, "linear_attention"),

@@ -7,6 +7,7 @@ difference. Past the window the z-lab package is the oracle.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -16,11 +17,13 @@ from safetensors.torch import load_file, save_file
 
 from oracles.oracle_cases import KINDS, embed_blocks, load, make_spec, one_batch
 from paceline.drafter.network import Drafter
+from paceline.drafter.spec import DrafterSpec
 from paceline.export.formats import read_drafter
 from paceline.export.speculators import read_speculators, write_speculators
 from paceline.export.weights import content_hash
 from paceline.export.zlab import write_zlab
 from paceline.target_model.facts import describe
+from paceline.types import TargetFacts
 
 pytestmark = pytest.mark.oracle
 ANCHORS = [[7, 9, 20, 31], [5, 6, 38]]
@@ -29,13 +32,23 @@ CASES = [
     *((kind, True) for kind in ("full", "sliding causal and full")),
 ]
 NAMES = [f"{kind}{' from anchor' if shifted else ''}" for kind, shifted in CASES]
-CONVERTED = ["full", "sliding causal", "sliding causal and full"]
-"""The package's converter knows no flag of sliding bidirectional layers."""
+CONVERTED = ["full", "sliding causal"]
+"""The package's converter knows no flag of sliding bidirectional layers, and vLLM serves no mixture in that format."""
 
 
 def _spec(kind: str, shifted: bool):
     wide = {"sliding_window": 64} if "sliding" in kind else {}
     return make_spec(kind, sample_from_anchor=shifted, **wide)
+
+
+def _write(folder: Path, spec: DrafterSpec, facts: TargetFacts) -> None:
+    """A folder in float32; a mixture, which is refused because vLLM reads it otherwise, as the package writes one."""
+    mixed = len(set(spec.causal)) > 1
+    said = dataclasses.replace(spec, causal=(False,) * spec.num_layers) if mixed else spec
+    write_speculators(folder, said, Drafter(spec, seed=11).state_dict(), facts, "float32")
+    if mixed:
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, "sliding_window_non_causal": False}))
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +57,7 @@ def place(ask, tmp_path_factory, target_folder, answers) -> Path:
     facts = describe(str(target_folder))
     for name, (kind, shifted) in zip(NAMES, CASES, strict=True):
         spec = _spec(kind, shifted)
-        write_speculators(folders / name, spec, Drafter(spec, seed=11).state_dict(), facts, "float32")
+        _write(folders / name, spec, facts)
     for kind in CONVERTED:
         spec = _spec(kind, False)
         write_zlab(folders / f"zlab {kind}", spec, Drafter(spec, seed=11).state_dict(), facts, "bfloat16")
@@ -108,9 +121,11 @@ def test_its_converter_maps_our_zlab_folder_to_ours(place, kind) -> None:
     our_config = json.loads((place / "folders" / f"ours {kind}" / "config.json").read_text())
     compared = [
         *("speculators_model_type", "speculators_config", "draft_vocab_size", "block_size", "mask_token_id"),
-        *("aux_hidden_state_layer_ids", "sliding_window_non_causal", "sample_from_anchor", "tie_word_embeddings"),
-        "speculators_version",
+        *("aux_hidden_state_layer_ids", "sample_from_anchor", "tie_word_embeddings", "speculators_version"),
     ]
     assert {key: theirs_config[key] for key in compared} == {key: our_config[key] for key in compared}
+    # vLLM takes false as causal for all layers, so ours says true where there are only full ones; theirs does not.
+    assert theirs_config["sliding_window_non_causal"] is False
+    assert our_config["sliding_window_non_causal"] is (kind == "full")
     depth = ours.num_target_layers
     assert {**spec.to_dict(), "num_target_layers": depth} == ours.to_dict()

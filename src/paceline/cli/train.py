@@ -119,7 +119,9 @@ def ready_store(settings: Settings) -> None:
 
 
 def show_run(run: Run) -> None:
-    """The run in a few lines: target, drafter, data, steps."""
+    """The run in a few lines: target, drafter, data, steps; what to know of serving it."""
+    from paceline.export.engines import training_notes
+
     facts, spec, source = run.facts, run.spec, run.source
     flow = run.settings.flow
     kinds = ", ".join(f"{spec.layers.count(kind)} {kind}" for kind in dict.fromkeys(spec.layers))
@@ -140,3 +142,5 @@ def show_run(run: Run) -> None:
         lines.append(f"machine  {place.number} of {place.count}, joined at {place.address}:{place.port}")
     for line in lines:
         command.stderr.print(line, markup=False)
+    for note in training_notes(spec):
+        command.notice(note)

@@ -1,36 +1,51 @@
-"""The model card of a drafter folder: what it was made for, from what, how good it is, and how to serve it."""
+"""The model card of a drafter folder: what it was made for, from what, how good it is, and how to serve it.
+
+The text is in `card.md.j2`; here are its rows. Nothing of the machine that wrote it is shown: folders of the user
+appear by their last part, commands name placeholders.
+"""
 
 from __future__ import annotations
 
-import json
-import re
-import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from huggingface_hub import ModelCard, ModelCardData
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
+
+from paceline.export.engines import serving_commands, serving_notes
+
 if TYPE_CHECKING:
     from paceline.drafter.spec import DrafterSpec
+    from paceline.export.engines import ServedTarget
     from paceline.types import TargetFacts
 
-HUB_NAME = re.compile(r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*$")
-"""A target that the hub knows, if no folder has that name."""
-RECIPE = (
-    *("objective", "optimizer", "plan"),
-    *(
-        "train.epochs",
-        "train.max_steps",
-        "drafter.num_anchors",
-        "drafter.dtype",
-        "target.dtype",
-        "target.adapter",
-        "target.quantization",
-        "data.max_length",
-        "seed",
-    ),
+Row = tuple[str, Any]
+SETTINGS = (
+    *("objective.name", "objective.terms", "objective.terms_end", "objective.gamma", "objective.gamma_end"),
+    *("objective.alpha", "objective.weighting", "optimizer.name", "optimizer.lr", "optimizer.weight_decay"),
+    *("optimizer.beta1", "optimizer.beta2", "optimizer.momentum", "optimizer.schedule", "optimizer.warmup"),
+    *("optimizer.final_lr", "optimizer.clip_norm", "plan.strategy", "plan.schedule", "plan.token_budget"),
+    *("plan.max_samples", "plan.accumulate", "plan.weights", "plan.jitter", "plan.sort_window", "plan.mixed_span"),
+    *("plan.grid_class_batches", "train.epochs", "train.max_steps", "drafter.num_anchors", "drafter.noise.kind"),
+    *("drafter.noise.ratio", "drafter.dtype", "target.dtype", "target.quantization", "data.max_length", "seed"),
 )
-"""Settings that a card shows, sections whole."""
+"""Settings that a card shows where they played a part."""
+PART_ONLY_WITH = {
+    "objective.alpha": ("objective.name", "dpace"),
+    "objective.gamma": ("objective.name", "decay"),
+    "optimizer.momentum": ("optimizer.name", "muon"),
+    "plan.jitter": ("plan.strategy", "jittered"),
+    "plan.sort_window": ("plan.strategy", "windowed"),
+    "plan.mixed_span": ("plan.strategy", "mixed"),
+    "plan.grid_class_batches": ("plan.strategy", "grid"),
+    "drafter.noise.ratio": ("drafter.noise.kind", "gaussian", "uniform"),
+}
+"""Setting → the other setting, and its values with which it plays a part."""
+NEUTRAL = {"drafter.noise.kind": "none", "target.quantization": "stored"}
+"""Values that mean that nothing was done."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,56 +86,81 @@ class Origin:
 
 def render_card(
     spec: DrafterSpec,
+    target: ServedTarget,
+    facts: TargetFacts,
+    origin: Origin,
     *,
-    folder: str,
     format: str,
     dtype: str,
     content_hash: str,
-    target: str,
-    facts: TargetFacts | None = None,
-    origin: Origin | None = None,
+    folder: str | None = None,
 ) -> str:
     """The card as Markdown with front matter.
 
     Args:
         spec: the drafter.
-        folder: where it lies, as the commands name it.
+        target: as engines are told of it.
+        facts: of the target.
+        origin: of the drafter.
         format: ``zlab`` or ``speculators``.
         dtype: of the tensors.
         content_hash: of the tensors.
-        target: path or hub name of the target, as the commands name it.
-        facts: of the target.
-        origin: of the drafter.
+        folder: how the commands name the folder; None for a placeholder.
     """
-    origin = origin or Origin()
-    sections = [
-        _front(target),
-        f"# DFlash drafter for {target}\n\nA block-diffusion drafter for speculative decoding: one forward pass drafts "
-        f"{spec.num_drafts} tokens, which the target verifies in one pass. Its embedding and head are the target's.",
-        "## Target\n\n" + _table(list(_target_rows(spec, target, facts, origin))),
-        "## Drafter\n\n" + _table(list(_drafter_rows(spec, format, dtype, content_hash))),
-    ]
-    if rows := list(_recipe_rows(origin)):
-        sections.append("## Training\n\n" + _table(rows))
-    if rows := list(_data_rows(origin)):
-        sections.append("## Data\n\n" + _table(rows))
-    if table := acceptance_table(origin.evaluations):
-        sections.append(
-            "## Acceptance\n\nτ is the number of tokens per target pass, the target's own included, in a real decode "
-            "loop on held-out prompts.\n\n" + table
-        )
-    sections.append("## Serving\n\n" + "\n\n".join(_serving(spec, format, folder, target, origin)))
-    sections.append(_checking(spec))
-    return "\n\n".join(sections) + "\n"
+    model = "MERGED_TARGET" if target.adapter is not None else target.hub_name or "TARGET"
+    folder = folder or "DRAFTER"
+    return _template().render(
+        front=_front(target),
+        spec=spec,
+        target=target,
+        own_embedding=format == "speculators" and target.embedding_scale != 1,
+        target_rows=list(_target_rows(spec, target, facts, origin)),
+        drafter_rows=list(_drafter_rows(spec, format, dtype, content_hash)),
+        training_rows=list(_training_rows(origin)),
+        data_rows=list(_data_rows(origin)),
+        acceptance=acceptance_table(origin.evaluations),
+        measured=_measured(origin.evaluations),
+        folder=folder,
+        model=model,
+        commands=serving_commands(spec, format, folder, target, model=model),
+        notes=serving_notes(spec, format, target),
+        trained_length=origin.trained_length,
+    )
 
 
-def _front(target: str) -> str:
-    base = [f"base_model: {target}"] if HUB_NAME.match(target) and not Path(target).exists() else []
-    lines = ["library_name: transformers", "pipeline_tag: text-generation", "tags: [dflash, speculative-decoding]"]
-    return "\n".join(["---", *lines, *base, "---"])
+@lru_cache(maxsize=1)
+def _template() -> Template:
+    loader = FileSystemLoader(Path(__file__).parent)
+    environment = Environment(loader=loader, undefined=StrictUndefined, trim_blocks=True, autoescape=False)
+    environment.filters["table"] = _table
+    return environment.get_template("card.md.j2")
 
 
-def _table(rows: Sequence[tuple[str, Any]]) -> str:
+def _front(target: ServedTarget) -> str:
+    """Metadata that the hub reads: the base model where the hub knows it, its license where its folder tells."""
+    data = ModelCardData(
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        tags=["dflash", "speculative-decoding"],
+        base_model=target.hub_name,
+        license=target_license(target.path),
+    )
+    return f"---\n{data.to_yaml()}\n---"
+
+
+def target_license(path: str) -> str | None:
+    """The license in the card of a target's folder; None where there is no card, or it says none."""
+    card = Path(path).expanduser() / "README.md"
+    if not card.is_file():
+        return None
+    try:
+        found = ModelCard(card.read_text(encoding="utf-8"), ignore_metadata_errors=True).data.get("license")
+    except ValueError:  # a front matter that is no YAML mapping
+        return None
+    return found if isinstance(found, str) else None
+
+
+def _table(rows: Sequence[Row]) -> str:
     lines = [f"| {name} | {_cell(value)} |" for name, value in rows]
     return "\n".join(["| | |", "|---|---|", *lines])
 
@@ -135,20 +175,17 @@ def _cell(value: Any) -> str:
     return "unset" if value is None else str(value).replace("|", "\\|").replace("\n", " ")
 
 
-def _target_rows(
-    spec: DrafterSpec, target: str, facts: TargetFacts | None, origin: Origin
-) -> Iterator[tuple[str, Any]]:
-    yield "path", target
-    if facts is not None:
-        yield "architecture", facts.architecture
-    if fingerprint := origin.target_fingerprint or (facts.fingerprint if facts else None):
-        yield "fingerprint (configuration, weights, tokenizer)", f"`{fingerprint}`"
+def _target_rows(spec: DrafterSpec, target: ServedTarget, facts: TargetFacts, origin: Origin) -> Iterator[Row]:
+    yield "model", target.changed or target.name
+    yield "architecture", facts.architecture
+    fingerprint = origin.target_fingerprint or facts.fingerprint
+    yield "fingerprint (configuration, weights, tokenizer)", f"`{fingerprint}`"
     yield "layers, hidden size, vocabulary", [spec.num_target_layers, spec.hidden_size, spec.vocab_size]
     yield "tapped layers", list(spec.taps)
     yield "meaning of a tap", "id i is the output of 0-based decoder layer i"
 
 
-def _drafter_rows(spec: DrafterSpec, format: str, dtype: str, content_hash: str) -> Iterator[tuple[str, Any]]:
+def _drafter_rows(spec: DrafterSpec, format: str, dtype: str, content_hash: str) -> Iterator[Row]:
     yield "format", f"{format}, {dtype}"
     yield "content hash of the tensors", f"`{content_hash}`"
     yield (
@@ -160,34 +197,37 @@ def _drafter_rows(spec: DrafterSpec, format: str, dtype: str, content_hash: str)
     )
     yield "block size", spec.block_size
     yield "drafts a block", spec.num_drafts
-    said = (
-        "slot k drafts the token at anchor + 1 + k"
-        if spec.sample_from_anchor
-        else "slot k drafts the token at anchor + k"
-    )
-    yield "label convention", f"{said} (sample_from_anchor {str(spec.sample_from_anchor).lower()})"
+    token = "anchor + 1 + k" if spec.sample_from_anchor else "anchor + k"
+    flag = str(spec.sample_from_anchor).lower()
+    yield "label convention", f"slot k drafts the token at {token} (sample_from_anchor {flag})"
     yield "mask token id", spec.mask_token_id
     yield "MLP width", spec.intermediate_size
     yield "heads, key/value heads, head size", [spec.num_attention_heads, spec.num_key_value_heads, spec.head_dim]
     yield "rotary base", f"{spec.rope_theta:.0f}, over the whole head"
 
 
-def _recipe_rows(origin: Origin) -> Iterator[tuple[str, Any]]:
+def _setting(settings: Mapping[str, Any], name: str) -> Any:
+    value: Any = settings
+    for part in name.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
+
+
+def _training_rows(origin: Origin) -> Iterator[Row]:
     if origin.step is not None:
         yield "optimizer steps", f"{origin.step}{f' of {origin.total_steps}' if origin.total_steps else ''}"
-    for name in RECIPE:
-        value: Any = origin.settings
-        for part in name.split("."):
-            value = value.get(part) if isinstance(value, Mapping) else None
-        if isinstance(value, Mapping):
-            yield from ((f"`{name}.{key}`", inner) for key, inner in value.items() if inner not in (None, {}, []))
-        elif value is not None:
+    for name in SETTINGS:
+        value = _setting(origin.settings, name)
+        if value in (None, {}, []) or value == NEUTRAL.get(name):
+            continue
+        other, *values = PART_ONLY_WITH.get(name, (None,))
+        if other is None or _setting(origin.settings, other) in values:
             yield f"`{name}`", value
     if origin.versions:
         yield "versions", [f"{name} {version}" for name, version in origin.versions.items() if name != "platform"]
 
 
-def _data_rows(origin: Origin) -> Iterator[tuple[str, Any]]:
+def _data_rows(origin: Origin) -> Iterator[Row]:
     if origin.data_fingerprint:
         yield "fingerprint", f"`{origin.data_fingerprint}`"
     for key in ("samples", "tokens", "supervised_tokens", "eligible_anchors"):
@@ -202,6 +242,20 @@ def _data_rows(origin: Origin) -> Iterator[tuple[str, Any]]:
     set_aside = origin.data.get("set_aside")
     if isinstance(set_aside, Mapping) and set_aside:
         yield "left out", [f"{name}: {count['count']}" for name, count in set_aside.items()]
+
+
+def _measured(evaluations: Sequence[Mapping[str, Any]]) -> str:
+    """Under which conditions the newest τ was measured; empty where that is not known."""
+    how = evaluations[-1].get("conditions") if evaluations else None
+    if not isinstance(how, Mapping):
+        return ""
+    choice = "greedy" if not how.get("temperature") else f"temperature {how['temperature']:g}"
+    files = ", ".join(map(str, how.get("files", ()))) or "its held-out prompts"
+    return (
+        f"At step {evaluations[-1]['step']}: {evaluations[-1].get('num_prompts', how.get('num_prompts'))} prompts of "
+        f"{files}, answers of at most {how.get('max_new_tokens')} tokens, {choice}, in "
+        f"{evaluations[-1].get('dtype', how.get('dtype'))} on {how.get('device')}."
+    )
 
 
 def acceptance_table(evaluations: Sequence[Mapping[str, Any]]) -> str:
@@ -235,59 +289,3 @@ def _columns(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
 
 def _number(value: Any) -> str:
     return f"{value:.3f}" if isinstance(value, float) else str(value)
-
-
-def serving_commands(spec: DrafterSpec, format: str, folder: str, target: str) -> dict[str, str]:
-    """Engine → the command line that serves target and drafter with it."""
-    model, draft = shlex.quote(target), shlex.quote(folder)
-    speculative = json.dumps({"method": "dflash", "model": folder, "num_speculative_tokens": spec.num_drafts})
-    commands = {"vLLM": f"vllm serve {model} \\\n    --speculative-config {shlex.quote(speculative)}"}
-    if format == "zlab":
-        sglang = (
-            f"python -m sglang.launch_server \\\n    --model-path {model} \\\n    --speculative-algorithm DFLASH \\\n"
-            f"    --speculative-draft-model-path {draft}"
-        )
-        zlab = f'dflash generate transformers --model {model} --draft {draft} "Why is the sky blue?"'
-        commands = {"SGLang": sglang, **commands, "z-lab dflash": zlab}
-    return commands
-
-
-def serving_notes(spec: DrafterSpec, format: str) -> list[str]:
-    """What to know before serving this drafter, one sentence each."""
-    notes = []
-    kinds = set(zip(spec.layers, spec.causal, strict=True))
-    if ("sliding", False) in kinds:
-        notes.append(
-            "Its sliding layers are bidirectional: SGLang reads them as causal, serve it with z-lab dflash or with a "
-            "vLLM that reads " + ("`is_causal`." if format == "zlab" else "`sliding_window_non_causal`.")
-        )
-    if ("full", True) in kinds:
-        notes.append("Its full layers are causal: only engines that read `is_causal` compute them so.")
-    if spec.sample_from_anchor:
-        notes.append("It drafts from the anchor: check that your engine reads `sample_from_anchor`; not all do.")
-    if "sliding" in spec.layers:
-        notes.append(
-            f"An engine that drops the window of {spec.sliding_window} tokens accepts as well on short contexts and "
-            "fails on long ones: compare the golden tensors."
-        )
-    return notes
-
-
-def _serving(spec: DrafterSpec, format: str, folder: str, target: str, origin: Origin) -> Iterator[str]:
-    for engine, command in serving_commands(spec, format, folder, target).items():
-        yield f"{engine}:\n\n```bash\n{command}\n```"
-    yield from serving_notes(spec, format)
-    if origin.trained_length is not None:
-        yield (
-            f"It was trained on samples of at most {origin.trained_length} tokens (engines may ask for positions up to "
-            f"{spec.max_position_embeddings}): measure acceptance before relying on it on longer contexts."
-        )
-
-
-def _checking(spec: DrafterSpec) -> str:
-    return f"""## Checking an engine
-
-Where there is a folder `golden/`, its `golden.safetensors` holds a context (`ids`, `features`), a block (`block_ids`,
-`block_embeddings`) and what the drafter makes of it in float32 (`hidden`, `logits`). Context token t stands at position
-t with `features[t]`; slot k of the block at the context's length + k. Drafts start at slot {spec.first_draft_slot}. An
-engine in float32 should agree to 1e-4, one in bfloat16 to a few hundredths."""

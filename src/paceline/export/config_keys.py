@@ -239,7 +239,6 @@ def _plain(where: str, config: Mapping[str, Any]) -> None:
         "mlp_bias": (None, False),
         "attention_sink_bias": (None, False),
         "partial_rotary_factor": (None, 1, 1.0),
-        "input_embedding_scale": (None, 1, 1.0),
         "output_multiplier": (None, 1, 1.0),
         "final_logit_softcapping": (None, 0, 0.0),
     }

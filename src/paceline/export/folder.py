@@ -1,21 +1,24 @@
-"""A folder that appears whole: written aside, flushed to disk, then renamed into place."""
+"""A drafter folder as a whole: it appears whole, carries a note of its origin, and can be pushed to the hub."""
 
 from __future__ import annotations
 
 import json
-import os
-import shutil
+import re
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from paceline.atomic_files import replacing
 from paceline.errors import ExportError
+from paceline.text import first_line
 
 MARKER = "config.json"
 """What a drafter folder has; only such a folder, or an empty one, is replaced."""
 NOTE = "paceline.json"
 """What paceline notes in the folders that it writes: step, target, the whole specification."""
+REPOSITORY = re.compile(r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*$")
+"""owner/name."""
 
 
 def read_note(folder: str | Path) -> dict[str, Any]:
@@ -32,7 +35,7 @@ def read_note(folder: str | Path) -> dict[str, Any]:
         if not isinstance(note, dict) or not isinstance(note.get("target"), dict):
             raise ValueError("it names no target")
         if not isinstance(note["target"].get("identity", {}), dict):
-            raise ValueError("its target's identity is no object")
+            raise ValueError("its target's identity is not an object")
     except ValueError as error:
         raise ExportError(f"{path}: damaged ({error}); export the drafter again") from error
     return note
@@ -42,8 +45,7 @@ def read_note(folder: str | Path) -> dict[str, Any]:
 def appearing(folder: str | Path) -> Generator[Path]:
     """A fresh folder beside `folder` to write into; on leaving without an error it takes the name `folder`.
 
-    An older drafter folder of that name is replaced: it is moved away, the new one renamed into place, then the old one
-    removed. When anything fails the old one stays as it was and the unfinished one is removed.
+    An older drafter folder of that name is replaced. When anything fails the old one stays as it was.
 
     Raises:
         ExportError: `folder` is a file, or a folder that holds something else than a drafter.
@@ -54,38 +56,47 @@ def appearing(folder: str | Path) -> Generator[Path]:
     if final.is_dir() and any(final.iterdir()) and not (final / MARKER).is_file():
         raise ExportError(f"{final}: holds something else than a drafter (no {MARKER}); give another folder")
     final.parent.mkdir(parents=True, exist_ok=True)
-    aside = final.with_name(f".{final.name}.writing-{os.getpid()}")
-    old = final.with_name(f".{final.name}.old-{os.getpid()}")
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir()
-    try:
+    with replacing(final) as aside:
+        aside.mkdir()
         yield aside
-        _flush(aside)
-        if final.exists():
-            final.rename(old)
-        aside.rename(final)
-        _flush_folder(final.parent)
-    except BaseException:
-        if old.exists() and not final.exists():
-            old.rename(final)
-        shutil.rmtree(aside, ignore_errors=True)
-        raise
-    shutil.rmtree(old, ignore_errors=True)
 
 
-def _flush(folder: Path) -> None:
-    for path in sorted(folder.rglob("*")):
-        if path.is_file():
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-        else:
-            _flush_folder(path)
-    _flush_folder(folder)
+def check_repository(repository: str) -> None:
+    """Refuse a name that the hub cannot have.
+
+    Raises:
+        ExportError: not owner/name.
+    """
+    if not REPOSITORY.match(repository):
+        raise ExportError(f"push {repository}: give the repository as owner/name")
 
 
-def _flush_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
+def push(folder: str | Path, repository: str, *, private: bool = True) -> str:
+    """Upload a drafter folder to the Hugging Face hub, in one commit, with the token that ``hf auth login`` stored.
+
+    Args:
+        folder: of either format.
+        repository: owner/name.
+        private: whether a repository that is made now is private.
+
+    Returns:
+        Address of the commit.
+
+    Raises:
+        ExportError: a wrong name, no drafter folder, no access, or no network; one line.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+
+    check_repository(repository)
+    if not (Path(folder) / MARKER).is_file():
+        raise ExportError(f"{folder}: no {MARKER}; only a drafter folder can be pushed")
+    hub = HfApi()
     try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        hub.create_repo(repository, private=private, exist_ok=True)
+        commit = hub.upload_folder(repo_id=repository, folder_path=str(folder), commit_message="Upload DFlash drafter")
+    except (HfHubHTTPError, OfflineModeIsEnabled, OSError, ValueError) as error:
+        raise ExportError(
+            f"push {repository}: {first_line(error)}; the folder {folder} is complete and can be pushed later"
+        ) from error
+    return str(commit)

@@ -1,9 +1,12 @@
 """The speculators folder, which vLLM reads: the z-lab tensors under another `config.json`.
 
-Its taps are counted from the embedding (id + 1). Full layers are always bidirectional there; sliding layers are
-causal unless ``sliding_window_non_causal``. The label convention is written: with ``sample_from_anchor`` slot k
-predicts token a + 1 + k. Without ``speculators_config`` its readers load NaN weights and without
-``transformer_layer_config`` they build another model silently, so both are demanded on reading too.
+Its taps are counted from the embedding (id + 1). ``sliding_window_non_causal`` is read in two ways: the speculators
+package takes full layers as bidirectional whatever it says, vLLM makes all layers causal where it is false. So it is
+true for every bidirectional drafter, false where all layers are sliding and causal, and a mixture of both is refused.
+The label convention is written: with ``sample_from_anchor`` slot k predicts token a + 1 + k. Where the target's first
+layer gets something else than the stored embedding, the folder carries what it gets (``embed_tokens.weight``). Without
+``speculators_config`` its readers load NaN weights and without ``transformer_layer_config`` they build another model
+silently, so both are demanded on reading too.
 """
 
 from __future__ import annotations
@@ -24,8 +27,9 @@ from paceline.export.config_keys import (
     shape_fields,
     write_config,
 )
+from paceline.export.engines import check_servable
 from paceline.export.folder import appearing
-from paceline.export.weights import SHARD_BYTES, check_shapes, in_dtype, read_weights, write_weights
+from paceline.export.weights import DTYPES, EMBEDDING, SHARD_BYTES, check_shapes, in_dtype, read_weights, write_weights
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -49,8 +53,9 @@ def speculators_config(spec: DrafterSpec, facts: TargetFacts, dtype: str) -> dic
         dtype: of the tensors.
 
     Raises:
-        ExportError: a causality that the format cannot say.
+        ExportError: a causality that the format cannot say, or a drafter that no engine serves as trained.
     """
+    check_servable(spec)
     return {
         "architectures": [ARCHITECTURE],
         MODEL_TYPE_KEY: "dflash",
@@ -84,26 +89,23 @@ def speculators_config(spec: DrafterSpec, facts: TargetFacts, dtype: str) -> dic
 
 
 def _non_causal(spec: DrafterSpec) -> bool:
-    pairs = list(zip(spec.layers, spec.causal, strict=True))
-    if any(causal for kind, causal in pairs if kind == "full"):
-        raise ExportError(
-            f"format speculators: layers {list(spec.layers)} with causal {list(spec.causal)} cannot be said; "
-            "its full layers are always bidirectional"
-        )
-    sliding = {causal for kind, causal in pairs if kind == "sliding"}
-    if len(sliding) > 1:
-        raise ExportError(
-            f"format speculators: causal {list(spec.causal)} cannot be said; "
-            "its sliding layers are all causal or all not"
-        )
-    return sliding == {False}
+    flags = set(spec.causal)
+    if flags == {False}:
+        return True
+    if flags == {True} and set(spec.layers) == {"sliding"}:
+        return False
+    raise ExportError(
+        f"format speculators: layers {list(spec.layers)} with causal {list(spec.causal)} cannot be said; vLLM reads "
+        "one causality for all layers there, and others take full layers as bidirectional; export with --format zlab"
+    )
 
 
 def spec_from_speculators(where: str, config: Mapping[str, Any]) -> DrafterSpec:
     """The spec that a speculators configuration describes.
 
-    The depth of the target is no key of the format; ours carries it, and elsewhere it is read as one above the last
-    tap, which only bounds the taps.
+    Causality is read as the speculators package reads it, which trained the published folders: full layers are
+    bidirectional. The depth of the target is not a key of the format; ours carries it, and elsewhere it is read as one
+    above the last tap, which only bounds the taps.
 
     Raises:
         ExportError: one line naming key, value and what is allowed.
@@ -160,9 +162,13 @@ def write_speculators(
     dtype: str = "bfloat16",
     *,
     shard_bytes: int = SHARD_BYTES,
+    embedding: Tensor | None = None,
     extras: Callable[[Path, Mapping[str, Tensor]], None] | None = None,
 ) -> dict[str, Tensor]:
     """Write a speculators folder; it appears whole or not at all. Arguments and errors as for `write_zlab`.
+
+    Args:
+        embedding: what the target's first layer gets for every token, [V, D]; None where that is the stored embedding.
 
     Returns:
         The tensors as stored.
@@ -173,7 +179,8 @@ def write_speculators(
     stored = in_dtype(state, spec, dtype)
     with appearing(folder) as aside:
         write_config(aside, config)
-        write_weights(aside, stored, shard_bytes)
+        carried = {} if embedding is None else {EMBEDDING: embedding.to(DTYPES[dtype]).contiguous()}
+        write_weights(aside, {**stored, **carried}, shard_bytes)
         if extras is not None:
             extras(aside, stored)
     return stored
@@ -189,7 +196,7 @@ def read_speculators(folder: str | Path) -> tuple[DrafterSpec, dict[str, Tensor]
     """
     where, config = read_config(folder)
     spec = spec_from_speculators(where, config)
-    borrowed = {"embed_tokens.weight", "lm_head.weight", "verifier_lm_head.weight", "verifier_norm.weight"}
+    borrowed = {EMBEDDING, "lm_head.weight", "verifier_lm_head.weight", "verifier_norm.weight"}
     state = {name: tensor for name, tensor in read_weights(Path(folder)).items() if name not in borrowed}
     check_shapes(str(folder), spec, {name: tuple(tensor.shape) for name, tensor in state.items()})
     return spec, state

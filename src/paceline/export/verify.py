@@ -15,7 +15,7 @@ from paceline.export.config_keys import read_config
 from paceline.export.formats import folder_format, read_drafter
 from paceline.export.golden import draft_logits, golden_difference, stand_ins
 from paceline.export.speculators import speculators_config
-from paceline.export.weights import DTYPES, content_hash, in_dtype
+from paceline.export.weights import DTYPES, EMBEDDING, content_hash, in_dtype, read_weights
 from paceline.export.zlab import zlab_config
 
 if TYPE_CHECKING:
@@ -54,7 +54,12 @@ class Verification:
 
 
 def verify(
-    folder: str | Path, spec: DrafterSpec, state: Mapping[str, Tensor], facts: TargetFacts | None = None
+    folder: str | Path,
+    spec: DrafterSpec,
+    state: Mapping[str, Tensor],
+    facts: TargetFacts | None = None,
+    embedding_scale: float | None = 1.0,
+    embedding: Tensor | None = None,
 ) -> Verification:
     """Reload a folder and compare everything with the trainer's drafter.
 
@@ -67,6 +72,8 @@ def verify(
         spec, state: the trainer's drafter.
         facts: the target. A speculators folder names it, so without it the keys of such a one are compared only as far
             as they are the drafter's.
+        embedding_scale: see `zlab_config`.
+        embedding: see `write_speculators`.
 
     Raises:
         ExportError: one line for each difference.
@@ -75,9 +82,10 @@ def verify(
     errors = list(_spec_differences(folder, read_spec, spec))
     dtype = _dtype(folder, read_state)
     stored = in_dtype(state, spec, dtype)
-    errors = errors or list(_key_differences(folder, spec, dtype, facts))
+    errors = errors or list(_key_differences(folder, spec, dtype, facts, embedding_scale))
     if not errors:
         errors = list(_tensor_differences(folder, read_state, stored))
+        errors += _embedding_difference(folder, embedding)
     if errors:
         raise ExportError(*errors)
     inputs = stand_ins(spec)
@@ -110,11 +118,13 @@ def _spec_differences(folder: str | Path, found: DrafterSpec, wanted: DrafterSpe
             yield f"{folder}: its configuration says {name} {_plain(after[name])}, the drafter has {_plain(value)}"
 
 
-def _key_differences(folder: str | Path, spec: DrafterSpec, dtype: str, facts: TargetFacts | None) -> Iterator[str]:
+def _key_differences(
+    folder: str | Path, spec: DrafterSpec, dtype: str, facts: TargetFacts | None, embedding_scale: float | None
+) -> Iterator[str]:
     """Keys that are not as written: what reads as the same drafter here may read as another one elsewhere."""
     where, found = read_config(folder)
     if folder_format(folder) == "zlab":
-        wanted = zlab_config(spec, dtype)
+        wanted = zlab_config(spec, dtype, embedding_scale)
     elif facts is not None:
         wanted = speculators_config(spec, facts, dtype)
     else:
@@ -142,6 +152,17 @@ def _tensor_differences(folder: str | Path, found: Mapping[str, Tensor], wanted:
         if not torch.equal(found[name], tensor):
             count = int((found[name] != tensor).sum())
             yield f"{folder}: {name} differs from the drafter's in {count} of {tensor.numel()} numbers"
+
+
+def _embedding_difference(folder: str | Path, wanted: Tensor | None) -> Iterator[str]:
+    """A folder's own embedding, which must be there exactly where the target's stored one would be wrong."""
+    if folder_format(folder) == "zlab":
+        return
+    found = read_weights(Path(folder)).get(EMBEDDING)
+    if (found is None) != (wanted is None):
+        yield f"{folder}: {EMBEDDING} is {'missing' if found is None else 'not needed'}; export again"
+    elif found is not None and wanted is not None and not torch.equal(found, wanted.to(found.dtype)):
+        yield f"{folder}: {EMBEDDING} differs from what the target's first layer gets; export again"
 
 
 def _dtype(folder: str | Path, state: Mapping[str, Tensor]) -> str:

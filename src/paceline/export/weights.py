@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 """Types in which a folder can be written."""
+EMBEDDING = "embed_tokens.weight"
+"""A folder's own embedding, where the target's stored one is not what the drafter was trained with."""
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 SHARD_BYTES = 5_000_000_000

@@ -2,7 +2,8 @@
 
 Causality has no key per layer there: without ``is_causal`` full layers are bidirectional and sliding ones causal;
 with it, all layers are what it says. A drafter that fits neither is refused. The label convention has no key either:
-slot k predicts token a + k.
+slot k predicts token a + k. ``input_embedding_scale`` says what the target's first layer gets: this times the stored
+embedding. z-lab `dflash` reads it, vLLM does not.
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ from paceline.export.config_keys import (
     integer,
     layer_ids,
     mapping,
+    number,
     qwen3_section,
     read_config,
     shape_fields,
     write_config,
 )
+from paceline.export.engines import check_servable
 from paceline.export.folder import appearing
 from paceline.export.weights import SHARD_BYTES, check_shapes, in_dtype, read_weights, write_weights
 
@@ -34,16 +37,29 @@ if TYPE_CHECKING:
     from paceline.types import TargetFacts
 
 ARCHITECTURE = "DFlashDraftModel"
-KNOWN = {"mask_token_id", "target_layer_ids", "block_size", "causal"}
+SCALE = "input_embedding_scale"
+KNOWN = {"mask_token_id", "target_layer_ids", "block_size", "causal", SCALE}
 """Keys of ``dflash_config`` that are understood; any other may change what the drafter computes and is refused."""
 
 
-def zlab_config(spec: DrafterSpec, dtype: str) -> dict[str, Any]:
+def zlab_config(spec: DrafterSpec, dtype: str, embedding_scale: float | None = 1.0) -> dict[str, Any]:
     """The folder's ``config.json``.
 
+    Args:
+        spec: the drafter.
+        dtype: of the tensors.
+        embedding_scale: the target's first layer gets this times the stored embedding; None where that is no multiple.
+
     Raises:
-        ExportError: a causality or label convention that the format cannot say.
+        ExportError: a causality, label convention or embedding that the format cannot say, or a drafter that no engine
+            serves as trained.
     """
+    check_servable(spec)
+    if embedding_scale is None:
+        raise ExportError(
+            "format zlab: the target's first layer gets more than a multiple of its embedding, which has no key; "
+            "export with --format speculators"
+        )
     if spec.sample_from_anchor:
         raise ExportError(
             "format zlab: has no key for sample_from_anchor, readers would shift every draft by one; "
@@ -56,6 +72,7 @@ def zlab_config(spec: DrafterSpec, dtype: str) -> dict[str, Any]:
             "block_size": spec.block_size,
             "mask_token_id": spec.mask_token_id,
             "target_layer_ids": list(spec.taps),
+            **({} if embedding_scale == 1 else {SCALE: embedding_scale}),
         },
         "num_target_layers": spec.num_target_layers,
         **qwen3_section(spec, dtype),
@@ -94,7 +111,10 @@ def spec_from_zlab(where: str, config: Mapping[str, Any]) -> DrafterSpec:
         raise ExportError(
             f"{where}: dflash_config has {', '.join(unknown)}; such a drafter computes something else than a DFlash one"
         )
-    both = {key: agreed(where, key, config.get(key), inner.get(key)) for key in KNOWN - {"causal"}}
+    scale = agreed(where, SCALE, config.get(SCALE), inner.get(SCALE))
+    number(where, {SCALE: scale}, SCALE, 1.0, low=1e-6, high=1e6)
+    needed = KNOWN - {"causal", SCALE}
+    both = {key: agreed(where, key, config.get(key), inner.get(key)) for key in needed}
     for key, value in both.items():
         if value is None:
             raise ExportError(
@@ -122,6 +142,7 @@ def write_zlab(
     dtype: str = "bfloat16",
     *,
     shard_bytes: int = SHARD_BYTES,
+    embedding_scale: float | None = 1.0,
     extras: Callable[[Path, Mapping[str, Tensor]], None] | None = None,
 ) -> dict[str, Tensor]:
     """Write a z-lab folder; it appears whole or not at all.
@@ -133,6 +154,7 @@ def write_zlab(
         facts: the target, to refuse a drafter that does not fit it.
         dtype: ``bfloat16`` or ``float32``.
         shard_bytes: tensors that take more are spread over several files.
+        embedding_scale: see `zlab_config`.
         extras: called with the unfinished folder and the tensors as stored, to add files (model card, golden tensors).
 
     Returns:
@@ -144,7 +166,7 @@ def write_zlab(
     check_mask("drafter", spec)
     if facts is not None:
         check_target("drafter", spec, facts)
-    config = zlab_config(spec, dtype)
+    config = zlab_config(spec, dtype, embedding_scale)
     stored = in_dtype(state, spec, dtype)
     with appearing(folder) as aside:
         write_config(aside, config)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from paceline.checkpoint import checkpoints
 from paceline.checkpoint.checkpoints import DECODED, export_path
 from paceline.checkpoint.retention import Best
-from paceline.checkpoint.run_directory import versions
 from paceline.checkpoint.writer import CheckpointWriter
 from paceline.config import Settings
 from paceline.drafter.spec import DrafterSpec
@@ -22,6 +22,7 @@ from paceline.types import TargetFacts
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from paceline.export.exporter import TargetInput
     from paceline.run.build import Run
     from paceline.types import PlannedStep
 
@@ -83,54 +84,32 @@ class CheckpointPolicy:
 
 @dataclass(frozen=True)
 class CheckpointExporter:
-    """Writes the drafter folder of a checkpoint; pickles.
+    """Writes the drafter folder of a checkpoint, as `paceline export` does; pickles.
 
     Attributes:
-        settings, run_dir, spec, facts, data_fingerprint, total_steps: of the run.
+        settings, run_dir, spec: of the run.
     """
 
     settings: Settings
     run_dir: Path
     spec: DrafterSpec
-    facts: TargetFacts
-    data_fingerprint: str
-    total_steps: int
+
+    @cached_property
+    def _given(self) -> TargetInput:
+        """Read once, in the process that writes."""
+        from paceline.export.exporter import target_input
+
+        return target_input(self.settings.target)
 
     def __call__(self, step: int, network: Mapping[str, Tensor]) -> None:
-        """Write ``export/step-NUMBER``, in bfloat16, with its model card; it appears whole."""
-        from paceline.export.card import Origin, render_card
-        from paceline.export.speculators import write_speculators
-        from paceline.export.weights import content_hash
-        from paceline.export.zlab import write_zlab
+        """Write ``export/step-NUMBER``, in bfloat16, verified; it appears whole."""
+        from paceline.export.exporter import TrainedDrafter, export_drafter, origin_of_run
 
-        kind, dtype, folder = self.settings.checkpoint.export, "bfloat16", export_path(self.run_dir, step)
-        origin = Origin(
-            step=step,
-            total_steps=self.total_steps,
-            target=self.facts.identity,
-            target_fingerprint=self.facts.fingerprint,
-            data_fingerprint=self.data_fingerprint,
-            settings=self.settings.model_dump(mode="json"),
-            versions=versions(),
-        )
-
-        def with_card(aside: Path, stored: Mapping[str, Tensor]) -> None:
-            """The model card, beside the tensors."""
-            card = render_card(
-                self.spec,
-                folder=str(folder),
-                format=kind,
-                dtype=dtype,
-                content_hash=content_hash(stored),
-                target=self.settings.target.path,
-                facts=self.facts,
-                origin=origin,
-            )
-            (aside / "README.md").write_text(card, encoding="utf-8")
-
-        writer = write_zlab if kind == "zlab" else write_speculators
+        kind, folder = self.settings.checkpoint.export, export_path(self.run_dir, step)
+        assert kind != "none", "no exporter is made without a format"
+        drafter = TrainedDrafter(self.spec, network, self.settings.target, origin_of_run(self.run_dir, step))
         try:
-            writer(folder, self.spec, network, self.facts, dtype, extras=with_card)
+            export_drafter(drafter, folder, format=kind, golden="none", given=self._given)
         except OSError as error:
             raise ExportError(
                 f"{folder}: drafter folder not written ({error.strerror or error}); the checkpoint of step {step} is "
@@ -143,9 +122,7 @@ def checkpoint_writer(run: Run) -> CheckpointWriter:
     config = run.settings.checkpoint
     export = None
     if config.export != "none":
-        export = CheckpointExporter(
-            run.settings, run.run_dir, run.spec, run.facts, run.source.fingerprint, total_steps=len(run.orders)
-        )
+        export = CheckpointExporter(run.settings, run.run_dir, run.spec)
     return CheckpointWriter(run.run_dir, config, best=best_of(config.keep_best), export=export)
 
 

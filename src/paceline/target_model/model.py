@@ -67,6 +67,17 @@ class TargetModel:
         return self._embedding
 
     @property
+    def embedding_scale(self) -> float | None:
+        """What the stored embedding must be multiplied with to give `embedding`; None where no number does."""
+        table, stored = self.embedding, self.structure.embedding.weight.detach()
+        if table.data_ptr() == stored.data_ptr():
+            return 1.0
+        few, rows = table[:EMBEDDED_AT_ONCE].double(), stored[:EMBEDDED_AT_ONCE].double()
+        scale = float((few * rows).sum() / rows.square().sum().clamp_min(1e-300))
+        step = torch.finfo(table.dtype).eps
+        return scale if torch.allclose(few, scale * rows, rtol=4 * step, atol=1e-12) else None
+
+    @property
     def head(self) -> Tensor:
         """Weight of the language model head, [V, H]; TargetError where it has a bias or is no linear map."""
         if self._head is None:

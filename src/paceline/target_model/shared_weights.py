@@ -39,7 +39,7 @@ def shared_weights(target: TargetModel, *, with_teacher: bool = False) -> Shared
     embedding, head = target.embedding, target.head
     if head.data_ptr() == embedding.data_ptr():
         head = embedding
-    return SharedWeights(embedding, head, _teacher_parts(target) if with_teacher else None)
+    return SharedWeights(embedding, head, _teacher_parts(target) if with_teacher else None, target.embedding_scale)
 
 
 @torch.no_grad()
@@ -99,7 +99,7 @@ def _each(weights: SharedWeights, change: Callable[[Tensor], Tensor]) -> SharedW
     if teacher is not None:
         tensors = {name: change(tensor) for name, tensor in teacher.tensors.items()}
         teacher = replace(teacher, tensors=tensors, states=change(teacher.states), logits=change(teacher.logits))
-    return SharedWeights(change(weights.embedding), change(weights.head), teacher)
+    return replace(weights, embedding=change(weights.embedding), head=change(weights.head), teacher=teacher)
 
 
 def load_shared_weights(
