@@ -29,7 +29,13 @@ def run_dir(tmp_path, demo_assets) -> Path:
         {
             "run_dir": str(tmp_path / "run"),
             "target": {"path": str(target), "taps": [1, 5]},
-            "drafter": {"num_layers": 2, "block_size": 8, "layers": ["sliding", "full"], "sliding_window": 16, "causal": False},
+            "drafter": {
+                "num_layers": 2,
+                "block_size": 8,
+                "layers": ["sliding", "full"],
+                "sliding_window": 16,
+                "causal": False,
+            },
         }
     )
     facts = describe(str(target))

@@ -110,7 +110,12 @@ def test_published_folders_with_the_targets_own_tensors_are_read(tmp_path, make_
 
 @pytest.mark.parametrize(
     ("kind", "flag"),
-    [("full", True), ("sliding bidirectional", True), ("sliding bidirectional and full", True), ("sliding causal", False)],
+    [
+        ("full", True),
+        ("sliding bidirectional", True),
+        ("sliding bidirectional and full", True),
+        ("sliding causal", False),
+    ],
 )
 def test_vllm_reads_the_causality_that_was_trained(make_spec, make_facts, kind, flag) -> None:
     """vLLM takes the opposite of the key as the causality of every layer, full ones included."""

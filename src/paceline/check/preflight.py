@@ -19,6 +19,7 @@ from paceline.checkpoint import run_directory
 from paceline.checkpoint.checkpoints import steps
 from paceline.config import Settings
 from paceline.errors import PacelineError
+from paceline.export.engines import training_notes
 from paceline.run.build import check_support
 from paceline.run.warm_start import check_init
 
@@ -46,7 +47,8 @@ def check_drafter(context: CheckContext) -> CheckResult:
         f"{spec.num_layers} layers, block {spec.block_size}, hidden {spec.hidden_size}, for {facts.architecture} with "
         f"{facts.num_layers} layers, taps {taps}"
     )
-    return CheckResult("drafter", "pass", detail)
+    notes = training_notes(spec)
+    return CheckResult("drafter", "warn" if notes else "pass", detail, "; ".join(notes))
 
 
 CHECKS: dict[str, tuple[Callable[[CheckContext], CheckResult], tuple[str, ...]]] = {
