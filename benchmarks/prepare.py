@@ -39,6 +39,7 @@ from paceline.data.store import (
     INDEX,
     INDEX_SCHEMA,
     PART_SCHEMA,
+    USED_IDS,
     Manifest,
     open_store,
     part_name,
@@ -187,7 +188,8 @@ def synthetic_store(folder: Path, rows: int, mean_length: int, rows_a_part: int 
         }
         parts.append(pa.table(index, schema=INDEX_SCHEMA))
     write_table(pa.concat_tables(parts).unify_dictionaries(), folder / INDEX)
-    report = PrepareReport(str(folder), "synthetic", rows, rows, rows, {}, {}, 0, 0, 0, 0, [], {}, {}, [])
+    np.save(folder / USED_IDS, np.arange(2048, dtype=np.int32))
+    report = PrepareReport(str(folder), "synthetic", rows, rows, rows, {}, {}, 0, 0, 0)
     source = RowSource("synthetic", "jsonl", "synthetic")
     write_manifest(folder, Manifest(FORMAT, "synthetic", {}, [source], report))
 

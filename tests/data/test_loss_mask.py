@@ -247,13 +247,6 @@ def test_reading_by_pieces_equals_reading_whole(name: str, family_folder: Callab
         assert encoder.encode(text) == tokenizer.encode(text, add_special_tokens=False)
 
 
-def test_last_supervises_only_what_fits_the_last_sample(family_folder: Callable[[Family], str]) -> None:
-    case = CASES["thinking, rewritten history"]
-    samples, tokenizer = prepare_case(case.family, case.row, family_folder(case.family), on_rewrite="last")
-    assert [supervised_texts(sample, tokenizer) for sample in samples] == case.supervised[-1:]
-    assert samples[0].notes == ("empty_thought", "only_last_supervised")
-
-
 @pytest.mark.parametrize(
     ("family", "messages", "reason"),
     [

@@ -11,7 +11,7 @@ import numpy as np
 from paceline.check.context import CheckContext
 from paceline.check.results import CheckResult
 from paceline.check.sample_data import tokens_of
-from paceline.data.coverage import warnings_of
+from paceline.data.coverage import beyond_positions, warnings_of
 from paceline.data.prepare import other_target
 from paceline.data.report import REASONS
 from paceline.errors import DataError
@@ -24,14 +24,18 @@ LEFT_OUT = 0.05
 def check_data(context: CheckContext) -> CheckResult:
     """Rows that can be used, and what of them is supervised."""
     material, store = context.material, context.material.store
-    other = other_target(store.path, context.facts.identity) if material.whole else None
+    misfits = (
+        other_target(store.path, context.facts.identity) if material.whole else None,
+        beyond_positions(store, context.facts.max_position_embeddings),
+    )
+    other = "; ".join(filter(None, misfits))
     if material.report is None or material.sample is None:
         lengths, supervised = int(store.lengths.sum()), int(store.supervised.sum())
         detail = (
             f"store {store.path}: {len(store):,} samples, {lengths:,} tokens, {supervised / lengths:.1%} supervised"
         )
         figures = {"samples": len(store), "tokens": lengths}
-        return CheckResult("data", "warn" if other else "pass", detail, other or "", figures)
+        return CheckResult("data", "warn" if other else "pass", detail, other, figures)
     report = material.report
     left = report.rows_in - report.rows_used
     share = left / report.rows_in

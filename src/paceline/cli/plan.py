@@ -72,6 +72,8 @@ class Source:
     groups: Groups | None
     epochs: int
     replicas: int
+    lines: Sequence[str] = ()
+    """What a store's report says of lengths."""
 
     def plan(self, settings: PlanConfig, epoch: int) -> EpochPlan:
         """The plan of an epoch with some planning settings."""
@@ -101,7 +103,7 @@ def run(argv: Sequence[str]) -> int:
     if arguments.json:
         command.write_json(values)
         return 0
-    for part in shown:
+    for part in (*shown, *source.lines):
         command.stdout.print(part)
     if arguments.plot is not None:
         command.stdout.print(f"drawn: {escape(arguments.plot)}")
@@ -201,6 +203,7 @@ def read_source(arguments: Arguments, overrides: Mapping[str, str]) -> Source:
     if is_run or (path.is_dir() and not saved):
         if arguments.column is not None or arguments.group is not None:
             raise PlanError("--column and --group belong to a file of lengths; a store has its own columns")
+        from paceline.data.coverage import cap_lines
         from paceline.data.store import open_store
         from paceline.plan.entries import groups_of_tags
 
@@ -210,7 +213,8 @@ def read_source(arguments: Arguments, overrides: Mapping[str, str]) -> Source:
         store = open_store(folder)
         weights = settings.plan.weights
         groups = groups_of_tags(store.names(), weights) if weights else None
-        return Source(settings, store.lengths, store.eligible, groups, epochs, replicas)
+        lines = cap_lines(store.manifest.report)
+        return Source(settings, store.lengths, store.eligible, groups, epochs, replicas, lines)
     from paceline.plan.lengths_file import read_lengths
 
     file = read_lengths(path, arguments.column, arguments.group)

@@ -14,6 +14,7 @@ from rich.text import Text
 from paceline.cli import command
 from paceline.config import Settings
 from paceline.errors import ConfigError
+from paceline.text import percent
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -67,10 +68,34 @@ def run(argv: Sequence[str]) -> int:
         command.stdout.print(render(report, use))
         if scored:
             command.stdout.print(f"on policy: {scored.sentence} ({scored.mean_nll:.3f} nats a token)", markup=False)
+    check_prepared(settings)
     if arguments.show:
         # Standard output is one JSON document where a program reads it.
         _show(report.store, settings, arguments.show, command.stderr if arguments.json else command.stdout)
     return 0
+
+
+def check_prepared(settings: Settings) -> None:
+    """Say what does not fit between the store of a run and its target, and refuse a mask token that is in the text.
+
+    Raises:
+        DataError: the mask token occurs in the text.
+    """
+    from paceline.data.coverage import beyond_positions, check_mask_token
+    from paceline.data.prepare import other_target
+    from paceline.data.store import open_store
+    from paceline.data.tokenizer import load_tokenizer, mask_token_id
+    from paceline.target_model.facts import identify_target, num_positions
+
+    store, target = open_store(settings.store_path), settings.target
+    for line in (other_target(store.path, identify_target(target)), beyond_positions(store, num_positions(target))):
+        if line:
+            command.notice(line)
+    tokenizer = load_tokenizer(target.path, target.trust_remote_code)
+    token = settings.drafter.mask_token_id
+    token = mask_token_id(tokenizer) if token is None else token
+    if token is not None:
+        check_mask_token(store, token, len(tokenizer))
 
 
 def prepare_run(settings: Settings, *, replace: bool = False) -> PrepareReport:
@@ -149,10 +174,11 @@ def prepare_heldout(settings: Settings) -> PrepareReport:
     """Tokenize the held-out chats beside the store, to measure the drafter on while it trains."""
     from paceline.data.holdout import heldout_files
     from paceline.data.prepare import prepare
+    from paceline.data.report import REASONS
     from paceline.drafter.anchors import count_eligible
     from paceline.target_model.facts import identify_target
 
-    return prepare(
+    report = prepare(
         heldout_files(settings.data.heldout, settings.store_path),
         settings.heldout_store_path,
         settings.target.path,
@@ -162,10 +188,17 @@ def prepare_heldout(settings: Settings) -> PrepareReport:
         replace=True,
         target=identify_target(settings.target),
     )
+    for reason, count in report.set_aside.items():
+        command.notice(
+            f"{report.store}: {count.count:,} held-out rows are not measured: {REASONS[reason]} "
+            f"(first: {count.example})"
+        )
+    return report
 
 
 def render(report: PrepareReport, use: StoreUse | None = None) -> Text:
     """The report for a terminal; with what the anchor cap leaves, and the passes, where that is given."""
+    from paceline.data.coverage import cap_lines
     from paceline.data.report import NOTES, REASONS
 
     text = Text()
@@ -188,12 +221,15 @@ def render(report: PrepareReport, use: StoreUse | None = None) -> Text:
         text.append(f"passes   {use.passes}\n")
     text.append("lengths  " + ", ".join(f"{p} %: {n:,}" for p, n in report.length_percentiles.items()) + "\n")
     text.append(_histogram(report))
-    text.append(_counts("left out", report.set_aside, REASONS))
-    text.append(_counts("noted", report.notes, NOTES))
+    text.append("".join(line + "\n" for line in cap_lines(report)))
+    known = report.supervised_tokens + report.lost_supervised_tokens
+    text.append(_counts("left out", report.set_aside, REASONS, known))
+    text.append(_counts("noted", report.notes, NOTES, known))
     if report.tags:
-        text.append("\ntags (samples, supervised tokens)\n")
+        text.append("\ntags (samples, supervised tokens, share of them that is lost)\n")
         for tag, total in report.tags.items():
-            text.append(f"  {tag:<20} {total.samples:>10,} {total.supervised_tokens:>14,}\n")
+            lost = percent(total.lost / (total.supervised_tokens + total.lost)) if total.lost else ""
+            text.append(f"  {tag:<20} {total.samples:>10,} {total.supervised_tokens:>14,} {lost:>6}\n")
     for warning in report.warnings:
         text.append("warning: ", style="bold yellow")
         text.append(warning + "\n")
@@ -210,13 +246,15 @@ def _histogram(report: PrepareReport) -> Text:
     return Text("".join(lines))
 
 
-def _counts(title: str, counts: Mapping[str, Count], words: Mapping[str, str]) -> Text:
+def _counts(title: str, counts: Mapping[str, Count], words: Mapping[str, str], supervised: int) -> Text:
+    """One line a reason; with the supervised tokens that are lost, and their share of `supervised`."""
     text = Text()
     if counts:
         text.append(f"\n{title}\n")
         for key, count in counts.items():
             detail = f": {count.detail}" if count.detail else ""
-            text.append(f"  {count.count:>8,}  {words[key]}  (first: {count.example}{detail})\n")
+            lost = f", {count.lost:,} supervised tokens ({percent(count.lost / supervised)})" if count.lost else ""
+            text.append(f"  {count.count:>8,}  {words[key]}{lost}  (first: {count.example}{detail})\n")
     return text
 
 

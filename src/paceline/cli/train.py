@@ -101,10 +101,9 @@ def train_run(settings: Settings) -> Outcome:
 
 def ready_store(settings: Settings) -> None:
     """Prepare the chats of a new run; check the store of one that resumes."""
-    from paceline.cli.prepare import prepare_heldout, prepare_run, render, use_of
+    from paceline.cli.prepare import check_prepared, prepare_heldout, prepare_run, render, use_of
     from paceline.data.holdout import heldout_files
-    from paceline.data.prepare import check_store, other_target
-    from paceline.target_model.facts import identify_target
+    from paceline.data.prepare import check_store
 
     if settings.data.train and not is_run_directory(Path(settings.run_dir)):
         report = prepare_run(settings)
@@ -114,8 +113,7 @@ def ready_store(settings: Settings) -> None:
     else:
         target = settings.target
         check_store(settings.store_path, target.path, settings.data, trust_remote_code=target.trust_remote_code)
-    if warning := other_target(settings.store_path, identify_target(settings.target)):
-        command.notice(warning)
+    check_prepared(settings)
 
 
 def show_run(run: Run) -> None:

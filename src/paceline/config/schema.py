@@ -75,8 +75,9 @@ class DataConfig(Section):
     """Folder of the tokenized store. Unset: `store` inside the run directory."""
     max_length: int = Field(default=4096, ge=4)
     """Longest sample in tokens; what happens to longer ones is `on_too_long`."""
-    on_too_long: Literal["drop", "cut"] = "drop"
-    """Leave longer samples out, or cut them at `max_length`; both are counted and reported."""
+    on_too_long: Literal["drop", "turns", "cut"] = "drop"
+    """Longer samples: leave them out, keep their first turns that fit, or cut them at `max_length`. What is lost is
+    reported in supervised tokens."""
     on_rewrite: Literal["split", "last"] = "split"
     """Where the chat template rewrites earlier turns: a sample for each turn it changes, or only the last answer."""
     on_cut_answer: Literal["drop", "keep"] = "drop"

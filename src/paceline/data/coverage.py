@@ -9,8 +9,10 @@ from pathlib import Path
 import numpy as np
 
 from paceline.config import DataConfig
-from paceline.data.report import NOTES, PrepareReport
-from paceline.data.store import open_store, write_manifest
+from paceline.data.report import NOTES, REASONS, PrepareReport
+from paceline.data.store import TokenStore, open_store, write_manifest
+from paceline.errors import DataError
+from paceline.text import percent
 
 PUBLISHED_ROWS = (800_000, 2_000_000)
 """Rows of the published recipes for 8B-class targets."""
@@ -20,6 +22,17 @@ _MANY = 0.05
 """Share of rows or samples from which a reason or note becomes a warning."""
 _RARE = 0.05
 """Share of tokens below which a mode (thinking or not) is too rare to be learned."""
+_LOST = 0.01
+"""Share of supervised tokens from which a loss becomes a warning."""
+_REMEDIES = {
+    "too_long": "raise data.max_length, or keep the first turns that fit with data.on_too_long: turns",
+    "too_long_after_cut": "raise data.max_length",
+    "turns": "raise data.max_length",
+    "cut": "raise data.max_length; data.on_too_long: turns keeps the ends of answers",
+    "cut_answer": "regenerate them with a higher limit",
+    "rewritten": "data.on_rewrite: split keeps them",
+}
+"""What to do about a loss."""
 _WORTH_SAYING = (
     "near_duplicate",
     "heldout_near",
@@ -132,6 +145,34 @@ def note_use(store: Path, *, num_anchors: int, block_size: int, epochs: int) -> 
     return use
 
 
+def beyond_positions(store: TokenStore, positions: int | None) -> str | None:
+    """A sentence where samples are longer than the target has positions; None where none is, or that is not known."""
+    beyond = np.zeros(0, bool) if positions is None else store.lengths > positions
+    if not beyond.any():
+        return None
+    share = percent(store.supervised[beyond].sum() / store.supervised.sum())
+    return (
+        f"{int(beyond.sum()):,} samples ({share} of the supervised tokens) are longer than the target's "
+        f"{positions:,} positions; its features are worth little there: set data.max_length to {positions} or less"
+    )
+
+
+def check_mask_token(store: TokenStore, token: int, vocabulary: int) -> None:
+    """Refuse a mask token that occurs in the text: the drafter could not tell a slot to fill from a word.
+
+    Raises:
+        DataError: it occurs; names one that does not.
+    """
+    if not np.isin(token, store.used_ids):
+        return
+    unused = np.setdiff1d(np.arange(vocabulary), store.used_ids)
+    example = f", for example {int(unused[-1])}" if len(unused) else ""
+    raise DataError(
+        f"drafter.mask_token_id: token {token} occurs in the text of {store.path}; give the id of a token that does "
+        f"not{example}"
+    )
+
+
 def warnings_of(report: PrepareReport, settings: DataConfig, *, whole: bool = True) -> list[str]:
     """Sentences about what was left out, what is rare, and what will not be learned.
 
@@ -157,12 +198,7 @@ def warnings_of(report: PrepareReport, settings: DataConfig, *, whole: bool = Tr
     if settings.heldout_share and not report.heldout_rows:
         found.append(f"data.heldout_share {settings.heldout_share} holds out no document: there are too few")
     found += _modes(report)
-    if report.lost_supervised_tokens:
-        share = report.lost_supervised_tokens / (report.lost_supervised_tokens + report.supervised_tokens)
-        found.append(
-            f"cutting at data.max_length {settings.max_length} lost {report.lost_supervised_tokens:,} supervised "
-            f"tokens ({share:.1%}), among them the ends of answers"
-        )
+    found += losses(report)
     if whole and report.rows_used < PUBLISHED_ROWS[0] // 10:
         (low, high), (short, long) = PUBLISHED_ROWS, PUBLISHED_EPOCHS
         found.append(
@@ -170,6 +206,44 @@ def warnings_of(report: PrepareReport, settings: DataConfig, *, whole: bool = Tr
             f"{low:,} to {high:,} rows in {short} to {long} epochs"
         )
     return found
+
+
+def losses(report: PrepareReport) -> list[str]:
+    """A sentence for each policy and cap that costs much: supervised tokens, their share, and tags that lose most."""
+    total = report.supervised_tokens + report.lost_supervised_tokens
+    found: list[str] = []
+    for name, count in [*report.set_aside.items(), *report.notes.items()]:
+        if not count.lost or count.lost < _LOST * total or name in ("duplicate", "near_duplicate", "weight"):
+            continue
+        words = REASONS[name] if name in report.set_aside else NOTES[name]
+        shares = {tag: tokens / _known(report, tag) for tag, tokens in count.lost_by_tag.items()}
+        tags = [f"{tag} {percent(share)}" for tag, share in sorted(shares.items(), key=lambda item: -item[1])[:3]]
+        found.append(
+            f"{count.lost:,} supervised tokens ({percent(count.lost / total)}) are lost in {count.count:,} samples: "
+            + words
+            + (f"; by tag: {', '.join(tags)}" if tags else "")
+            + (f"; {_REMEDIES[name]}" if name in _REMEDIES else "")
+        )
+    return found
+
+
+def _known(report: PrepareReport, tag: str) -> int:
+    return report.tags[tag].supervised_tokens + report.tags[tag].lost
+
+
+def cap_lines(report: PrepareReport) -> list[str]:
+    """What some values of `data.max_length` would keep, a line each; none where all samples are short."""
+    if len(report.caps) < 2 or not report.caps[-1].whole:
+        return []
+    everything = report.caps[-1]
+    lines = [
+        "data.max_length would keep, of the samples and of the supervised tokens with on_too_long drop, turns, cut:"
+    ]
+    for cap in report.caps:
+        tokens = [percent(kept / everything.whole) for kept in (cap.whole, cap.turns, cap.cut)]
+        share = percent(cap.samples / everything.samples)
+        lines.append(f"  {cap.max_length:>9,}  {share:>6}  {', '.join(f'{text:>6}' for text in tokens)}")
+    return lines
 
 
 def _modes(report: PrepareReport) -> list[str]:

@@ -7,6 +7,7 @@ again. Parts are looked at one at a time and columns gathered in files: memory d
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 import tempfile
@@ -40,6 +41,7 @@ from paceline.data.store import (
     FORMAT,
     INDEX,
     INDEX_SCHEMA,
+    USED_IDS,
     Manifest,
     Part,
     part_name,
@@ -47,7 +49,7 @@ from paceline.data.store import (
     write_manifest,
     write_table,
 )
-from paceline.data.tokenize_rows import columns_path, looks_for_near, store_folder, tally_path
+from paceline.data.tokenize_rows import columns_path, ids_path, looks_for_near, store_folder, tally_path
 from paceline.errors import DataError
 from paceline.types import JsonDict
 
@@ -91,15 +93,17 @@ def finalize(made: UnfinishedStore, progress: Callable[[str, int, int], None]) -
     for number in numbers:
         tally.add(msgspec.json.decode(tally_path(made.folder, number).read_bytes(), type=Tally))
     samples = _AllColumns(made.folder, numbers)
-    keep = _unlike(made, samples, tally)
+    twins = _repeated(made, samples, tally)
     progress("finishing", 1, 3)
     with _index_writer(made.folder) as index:
         for start, (number, columns) in zip(samples.starts.tolist(), samples, strict=False):
-            kept = np.flatnonzero(keep[start : start + columns.num_rows])
-            index.append(number, columns, _weighted(columns, kept, made.sources, tally))
+            kept = _unlike(columns, twins[start : start + columns.num_rows], made, tally)
+            index.append(number, columns, _weighted(columns, kept, made, tally))
         if not index.totals.samples:
             raise DataError(_nothing_left(tally))
         index.write(folder)
+    used = [np.fromfile(ids_path(made.folder, number), dtype=np.int32) for number in numbers]
+    np.save(folder / USED_IDS, functools.reduce(np.union1d, used))
     heldout = join_heldout(made.folder, folder, numbers)
     report = _report(made, index.totals, tally, heldout)
     words = {
@@ -134,51 +138,84 @@ def sweep(store: Path, fingerprint: str = "") -> None:
     atomic_files.remove(atomic_files.replaced(store))
 
 
-def _unlike(made: UnfinishedStore, samples: _AllColumns, tally: Tally) -> np.ndarray:
-    """Which samples are kept, bool; duplicates are counted."""
+_EXACT, _NEAR = 1, 2
+"""Marks of samples that came before: exactly, or nearly."""
 
-    def where(sample: int) -> str:
-        source, line = samples.origin(sample)
-        return f"{made.sources[source].path}:{line}"
 
+def _repeated(made: UnfinishedStore, samples: _AllColumns, tally: Tally) -> np.ndarray:
+    """Of every sample `_EXACT`, `_NEAR` or 0; near ones that are kept are counted."""
     count, settings = len(samples), made.settings
-    first, near = np.ones(count, dtype=bool), np.zeros(count, dtype=bool)
+    marks = np.zeros(count, dtype=np.uint8)
     for rows, _ in repeats(samples.column("content_hash"), count, made.folder):
-        first[rows] = False
-    keep = first.copy() if settings.duplicates == "drop" else np.ones(count, dtype=bool)
-    if not keep.all():
-        tally.leave_out("duplicate", where(int(np.argmin(keep))), count=count - int(keep.sum()))
+        marks[rows] = _EXACT
     example = (count, count)
     for key in range(KEYS if looks_for_near(settings) else 0):
         for rows, twins in repeats(samples.column(f"near{key}"), count, made.folder):
-            fresh = first[rows] & ~near[rows]
+            fresh = marks[rows] == 0
             pairs = list(zip(rows[fresh].tolist(), twins[fresh].tolist(), strict=True))
             for some in (pairs[at : at + _PAIRS] for at in range(0, len(pairs), _PAIRS)):
                 alike = are_near([(samples.ids(row), samples.ids(twin)) for row, twin in some])
                 found = list(itertools.compress(some, alike))
-                near[[row for row, _ in found]] = True
+                marks[[row for row, _ in found]] = _NEAR
                 example = min([example, *found])
-    if near.any():
-        say = tally.leave_out if settings.near_duplicates == "drop" else tally.note
-        say("near_duplicate", where(example[0]), f"like {where(example[1])}", int(near.sum()))
-    return keep & ~near if settings.near_duplicates == "drop" else keep
+    if settings.near_duplicates == "keep" and (near := int((marks == _NEAR).sum())):
+        row, twin = (samples.origin(sample, made.sources) for sample in example)
+        tally.note("near_duplicate", Count(near, row, f"like {twin}"))
+    return marks
 
 
-def _weighted(columns: pa.Table, kept: np.ndarray, sources: Sequence[RowSource], tally: Tally) -> np.ndarray:
+def _unlike(columns: pa.Table, marks: np.ndarray, made: UnfinishedStore, tally: Tally) -> np.ndarray:
+    """Rows of a part without the repetitions that are left out."""
+    kept = np.ones(len(marks), dtype=bool)
+    for reason, mark, policy in (
+        ("duplicate", _EXACT, made.settings.duplicates),
+        ("near_duplicate", _NEAR, made.settings.near_duplicates),
+    ):
+        if policy == "drop":
+            _leave_out(reason, columns, np.flatnonzero(marks == mark), made, tally)
+            kept &= marks != mark
+    return np.flatnonzero(kept)
+
+
+def _weighted(columns: pa.Table, kept: np.ndarray, made: UnfinishedStore, tally: Tally) -> np.ndarray:
     """Rows of a part for the index: each kept one as often as its file's weight says.
 
     The whole part of a weight repeats a sample; for the rest, the sample's content decides like a coin.
     """
     if not len(kept):
         return kept
-    source = sources[columns["source"][0].as_py()]
+    weight = made.sources[columns["source"][0].as_py()].weight
     hashes = columns["content_hash"].to_numpy()[kept] * np.uint64(0x9E3779B97F4A7C15)
     coin = (hashes >> np.uint64(11)).astype(np.float64) / 2**53
-    times = int(source.weight) + (coin < source.weight % 1).astype(np.int64)
-    never = kept[times == 0]
-    if len(never):
-        tally.leave_out("weight", f"{source.path}:{columns['line'][int(never[0])].as_py()}", count=len(never))
+    times = int(weight) + (coin < weight % 1).astype(np.int64)
+    _leave_out("weight", columns, kept[times == 0], made, tally)
     return np.repeat(kept, times)
+
+
+def _leave_out(reason: str, columns: pa.Table, rows: np.ndarray, made: UnfinishedStore, tally: Tally) -> None:
+    """Count rows (ascending) of a part that are left out."""
+    if not len(rows):
+        return
+    left = columns.take(pa.array(rows)).combine_chunks()
+    source, line = left["source"][0].as_py(), left["line"][0].as_py()
+    lost = {tag: total.supervised_tokens for tag, total in _by_tag(left).items() if total.supervised_tokens}
+    supervised = int(left["supervised"].to_numpy().sum())
+    tally.leave_out(reason, Count(len(rows), f"{made.sources[source].path}:{line}", "", supervised, lost))
+
+
+def _by_tag(part: pa.Table) -> dict[str, TagTotals]:
+    """Samples and tokens of each tag in some rows of a part, in one chunk."""
+    found: dict[str, TagTotals] = {}
+    tags = part["tags"].chunk(0)
+    codes, lengths, supervised = (values.to_numpy() for values in (tags.indices, part["length"], part["supervised"]))
+    sums = [np.bincount(codes, weights, len(tags.dictionary)) for weights in (None, lengths, supervised)]
+    for text, samples, tokens, learned in zip(tags.dictionary.to_pylist(), *sums, strict=True):
+        for tag in filter(None, text.split(",") if samples else ()):
+            total = found.setdefault(tag, TagTotals())
+            total.samples += int(samples)
+            total.tokens += int(tokens)
+            total.supervised_tokens += int(learned)
+    return found
 
 
 class _AllColumns:
@@ -200,11 +237,11 @@ class _AllColumns:
         """A column of part after part."""
         return (table[name].to_numpy() for _, table in self)
 
-    def origin(self, sample: int) -> tuple[int, int]:
-        """Source and line of one sample."""
+    def origin(self, sample: int, sources: Sequence[RowSource]) -> str:
+        """`file:line` of one sample."""
         number, row = self._place(sample)
         table = read_table(columns_path(self._folder, number))
-        return table["source"][row].as_py(), table["line"][row].as_py()
+        return f"{sources[table['source'][row].as_py()].path}:{table['line'][row].as_py()}"
 
     def ids(self, sample: int) -> np.ndarray:
         """Token ids of one sample."""
@@ -249,15 +286,11 @@ class _Totals:
         self.eligible += int(part["eligible"].to_numpy().sum())
         for length, count in zip(*np.unique(lengths, return_counts=True), strict=True):
             self.lengths[int(length)] = self.lengths.get(int(length), 0) + int(count)
-        tags = part["tags"].chunk(0)
-        codes = tags.indices.to_numpy()
-        sums = [np.bincount(codes, weights, len(tags.dictionary)) for weights in (None, lengths, supervised)]
-        for text, samples, tokens, learned in zip(tags.dictionary.to_pylist(), *sums, strict=True):
-            for tag in filter(None, text.split(",") if samples else ()):
-                total = self.tags.setdefault(tag, TagTotals())
-                total.samples += int(samples)
-                total.tokens += int(tokens)
-                total.supervised_tokens += int(learned)
+        for tag, found in _by_tag(part).items():
+            total = self.tags.setdefault(tag, TagTotals())
+            total.samples += found.samples
+            total.tokens += found.tokens
+            total.supervised_tokens += found.supervised_tokens
 
 
 @contextmanager
@@ -302,6 +335,12 @@ class _IndexWriter:
 
 def _report(made: UnfinishedStore, totals: _Totals, tally: Tally, heldout: tuple[int, int]) -> PrepareReport:
     lengths, counts = np.array(sorted(totals.lengths.items()), dtype=np.int64).T
+    lost = 0
+    for count in (*tally.set_aside.values(), *tally.notes.values()):
+        lost += count.lost
+        for tag, tokens in count.lost_by_tag.items():
+            totals.tags.setdefault(tag, TagTotals()).lost += tokens
+    longest = tally.caps[-1].max_length
     report = PrepareReport(
         store=str(made.path),
         fingerprint=made.fingerprint,
@@ -313,11 +352,11 @@ def _report(made: UnfinishedStore, totals: _Totals, tally: Tally, heldout: tuple
         tokens=totals.tokens,
         supervised_tokens=totals.supervised,
         eligible_anchors=totals.eligible,
-        lost_supervised_tokens=tally.lost_supervised_tokens,
+        lost_supervised_tokens=lost,
+        caps=[cap for cap in tally.caps[:-1] if cap.max_length < longest] + tally.caps[-1:],
         length_histogram=length_histogram(lengths, counts),
         length_percentiles=length_percentiles(lengths, counts),
         tags=dict(sorted(totals.tags.items(), key=lambda item: -item[1].tokens)),
-        warnings=[],
         heldout_rows=heldout[0],
         heldout_documents=heldout[1],
     )

@@ -44,6 +44,11 @@ class Sample:
         """Loss mask, bool [length]."""
         return mask_of(self.spans, len(self.ids))
 
+    @property
+    def supervised(self) -> int:
+        """Supervised tokens."""
+        return int((self.spans[1::2] - self.spans[::2]).sum())
+
 
 def mask_of(spans: np.ndarray, length: int) -> np.ndarray:
     """Loss mask, bool [length], of flat (start, end) spans."""
@@ -64,7 +69,6 @@ def samples_of(
     renderer: Renderer,
     encoder: Encoder,
     *,
-    on_rewrite: str = "split",
     on_not_written: str = "drop",
 ) -> list[Sample]:
     """The training samples of a conversation.
@@ -72,13 +76,12 @@ def samples_of(
     Args:
         conversation: with at least one assistant turn after a user turn.
         renderer, encoder: of the target.
-        on_rewrite: where the template rewrites earlier turns, `split` gives each turn that cannot share a sample one
-            of its own, `last` supervises only what fits the last turn's sample.
         on_not_written: where the template does not write a thought or a call, `drop` rejects the conversation, `text`
             supervises the text alone.
 
     Returns:
-        One sample, or several in the order of the turns.
+        One sample, or several in the order of the turns where the template rewrites earlier turns, so that they
+        cannot share one.
 
     Raises:
         RowRejected: the template refuses it, does not write everything, or an answer holds an end token.
@@ -96,12 +99,9 @@ def samples_of(
         taken = {turn.place for turn in inside}
         left = [turn for turn in left if turn.place not in taken]
         samples.append(_sample(last, inside, tags))
-        if on_rewrite == "last":
-            break
     samples.reverse()
-    if len(samples) > 1 or left:
-        note = "history_rewritten" if on_rewrite == "split" else "only_last_supervised"
-        samples = [_noted(sample, note) for sample in samples]
+    if len(samples) > 1:
+        samples = [_noted(sample, "history_rewritten") for sample in samples]
     if held is not conversation:
         samples = [_noted(sample, "text_alone") for sample in samples]
     return samples

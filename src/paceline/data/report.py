@@ -24,11 +24,12 @@ REASONS = {
     "end_token_inside": "an end token is inside an answer",
     "border": "prompt and answer cannot be split in tokens",
     "cut_answer": "the answer was cut by a token limit when it was generated",
+    "rewritten": "an earlier turn that is served otherwise later on (data.on_rewrite: last)",
     "all_supervised": "every token is supervised, the prompt too",
     "nothing_supervised": "no token is supervised",
     "no_anchor": "no two supervised tokens in a row",
     "too_long": "longer than data.max_length",
-    "too_long_after_cut": "nothing to learn is left after the cut at data.max_length",
+    "too_long_after_cut": "longer than data.max_length, and nothing to learn is before it",
     "duplicate": "the same tokens came earlier",
     "near_duplicate": "nearly the same tokens came earlier",
     "heldout": "the prompt is in the held-out data",
@@ -39,6 +40,7 @@ REASONS = {
 
 NOTES = {
     "cut": "cut at data.max_length",
+    "turns": "the turns beyond data.max_length are left out",
     "history_rewritten": "earlier turns are served otherwise later on: a sample of its own for each that changes",
     "only_last_supervised": "earlier turns are served otherwise later on: only what fits the last sample is supervised",
     "text_alone": "thoughts or calls that the template does not write are left out: the text alone is supervised",
@@ -56,28 +58,75 @@ NOTES = {
 """What is said about samples that are kept."""
 
 
+CAPS = (2048, 4096, 8192, 16384)
+"""Maximum lengths (tokens) of which it is said what they would keep."""
+
+
 @dataclass(slots=True)
 class Count:
-    """How many, and the place of the first of them (`file:line`), with what was found there."""
+    """How many, and the first of them.
+
+    Attributes:
+        count: rows or samples.
+        example: place of the first one (`file:line`).
+        detail: what was found there.
+        lost: supervised tokens that are not trained on because of it; 0 where the row was never tokenized.
+        lost_by_tag: the same for each tag.
+    """
 
     count: int = 0
     example: str = ""
     detail: str = ""
+    lost: int = 0
+    lost_by_tag: dict[str, int] = field(default_factory=dict)
 
-    def add(self, example: str, detail: str = "", count: int = 1) -> None:
-        """Count more of them; the first example stays."""
+    def add(self, later: Count) -> None:
+        """Add what came later; the first example stays."""
         if not self.count:
-            self.example, self.detail = example, detail
-        self.count += count
+            self.example, self.detail = later.example, later.detail
+        self.count += later.count
+        self.lost += later.lost
+        for tag, tokens in later.lost_by_tag.items():
+            self.lost_by_tag[tag] = self.lost_by_tag.get(tag, 0) + tokens
 
 
 @dataclass(slots=True)
 class TagTotals:
-    """Samples and tokens of one tag."""
+    """Samples and tokens of one tag; `lost` are supervised tokens that a policy or cap left out."""
 
     samples: int = 0
     tokens: int = 0
     supervised_tokens: int = 0
+    lost: int = 0
+
+
+@dataclass(slots=True)
+class Cap:
+    """What a maximum length would keep, before duplicates are left out.
+
+    Attributes:
+        max_length: in tokens.
+        samples: that are no longer.
+        whole, turns, cut: supervised tokens with `data.on_too_long` drop, turns and cut.
+    """
+
+    max_length: int
+    samples: int = 0
+    whole: int = 0
+    turns: int = 0
+    cut: int = 0
+
+    def add(self, length: int, spans: np.ndarray, supervised: int) -> None:
+        """Add a sample: its tokens, supervised spans (flat start and end) and supervised tokens."""
+        if length <= self.max_length:
+            self.samples += 1
+            self.whole += supervised
+            self.turns += supervised
+            self.cut += supervised
+            return
+        starts, ends = spans[::2], spans[1::2]
+        self.turns += int((ends - starts)[ends <= self.max_length].sum())
+        self.cut += int((np.minimum(ends, self.max_length) - np.minimum(starts, self.max_length)).sum())
 
 
 @dataclass(slots=True)
@@ -86,31 +135,43 @@ class Tally:
 
     Attributes:
         rows_in: rows read.
-        set_aside: reason → how many rows or samples were left out.
-        notes: note → how many samples it was said of.
-        lost_supervised_tokens: supervised tokens that cutting at the maximum length removed.
+        set_aside: reason → rows or samples that were left out.
+        notes: note → samples of which it was said.
+        caps: what some maximum lengths would keep; the last is the longest sample's.
     """
 
     rows_in: int = 0
     set_aside: dict[str, Count] = field(default_factory=dict)
     notes: dict[str, Count] = field(default_factory=dict)
-    lost_supervised_tokens: int = 0
+    caps: list[Cap] = field(default_factory=lambda: [Cap(length) for length in (*CAPS, 0)])
 
-    def leave_out(self, reason: str, example: str, detail: str = "", count: int = 1) -> None:
+    def leave_out(self, reason: str, count: Count) -> None:
         """Count rows or samples that are left out."""
-        self.set_aside.setdefault(reason, Count()).add(example, detail, count)
+        self.set_aside.setdefault(reason, Count()).add(count)
 
-    def note(self, note: str, example: str, detail: str = "", count: int = 1) -> None:
+    def note(self, note: str, count: Count) -> None:
         """Count samples of which something is said."""
-        self.notes.setdefault(note, Count()).add(example, detail, count)
+        self.notes.setdefault(note, Count()).add(count)
+
+    def measure(self, length: int, spans: np.ndarray, supervised: int) -> None:
+        """Add a sample to the caps."""
+        self.caps[-1].max_length = max(self.caps[-1].max_length, length)
+        for cap in self.caps:
+            cap.add(length, spans, supervised)
 
     def add(self, other: Tally) -> None:
         """Add a later part's tally."""
         self.rows_in += other.rows_in
-        self.lost_supervised_tokens += other.lost_supervised_tokens
-        for mine, theirs in ((self.set_aside, other.set_aside), (self.notes, other.notes)):
-            for key, count in theirs.items():
-                mine.setdefault(key, Count()).add(count.example, count.detail, count.count)
+        for reason, count in other.set_aside.items():
+            self.leave_out(reason, count)
+        for note, count in other.notes.items():
+            self.note(note, count)
+        self.caps[-1].max_length = max(self.caps[-1].max_length, other.caps[-1].max_length)
+        for mine, theirs in zip(self.caps, other.caps, strict=True):
+            mine.samples += theirs.samples
+            mine.whole += theirs.whole
+            mine.turns += theirs.turns
+            mine.cut += theirs.cut
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,10 +183,11 @@ class PrepareReport:
         reused: the store was there already; nothing was done.
         rows_in, rows_used: rows read, and rows of which at least one sample is kept.
         samples: samples shown in an epoch, those that a file's weight repeats counted each time.
-        set_aside: reason → count, an example `file:line`, and what was found there.
-        notes: the same for what is said about kept samples.
+        set_aside: reason → what was left out.
+        notes: note → kept samples of which it is said.
         tokens, supervised_tokens, eligible_anchors: of the kept samples.
-        lost_supervised_tokens: removed by cutting at the maximum length.
+        lost_supervised_tokens: that policies and caps left out or cut away; rows that cannot be tokenized not counted.
+        caps: what some maximum lengths would keep, up to the longest sample's.
         length_histogram: [longest length of the bin, samples, tokens], bins by powers of two.
         length_percentiles: percentile → tokens.
         tags: tag → samples and tokens.
@@ -143,11 +205,12 @@ class PrepareReport:
     tokens: int
     supervised_tokens: int
     eligible_anchors: int
-    lost_supervised_tokens: int
-    length_histogram: list[list[int]]
-    length_percentiles: dict[str, int]
-    tags: dict[str, TagTotals]
-    warnings: list[str]
+    lost_supervised_tokens: int = 0
+    caps: list[Cap] = field(default_factory=list)
+    length_histogram: list[list[int]] = field(default_factory=list)
+    length_percentiles: dict[str, int] = field(default_factory=dict)
+    tags: dict[str, TagTotals] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
     reused: bool = False
     heldout_rows: int = 0
     heldout_documents: int = 0

@@ -2,6 +2,7 @@
 
     STORE/manifest.json      what it was made from, and the report
     STORE/index.arrow        one row a sample: part, row in the part, length, eligible, supervised, source, line, tags
+    STORE/used_ids.npy       token ids that occur in the text, int32, ascending
     STORE/heldout.jsonl      rows of held-out documents, where `data.heldout_share` asks for some
     STORE/part-000000.arrow  input_ids and loss_mask (flat start and end of the supervised spans) of some samples
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,7 @@ from paceline.text import first_line
 from paceline.types import JsonDict
 
 FORMAT = 1
-MANIFEST, INDEX = "manifest.json", "index.arrow"
+MANIFEST, INDEX, USED_IDS = "manifest.json", "index.arrow", "used_ids.npy"
 
 PART_SCHEMA = pa.schema(
     [
@@ -171,6 +173,18 @@ class TokenStore:
     def supervised(self) -> np.ndarray:
         """Supervised tokens per sample, int32 [num_samples]."""
         return _column(self._index, "supervised")
+
+    @cached_property
+    def used_ids(self) -> np.ndarray:
+        """Token ids that occur in the text, int32, ascending.
+
+        Raises:
+            DataError: missing or broken.
+        """
+        try:
+            return np.load(self.path / USED_IDS)
+        except (OSError, ValueError, EOFError) as error:
+            raise _broken(self.path / USED_IDS, first_line(error)) from error
 
     def tags(self, row: int) -> tuple[str, ...]:
         """Tags of one sample."""

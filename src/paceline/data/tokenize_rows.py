@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,9 @@ from paceline.data.chat_template import Renderer
 from paceline.data.dedup import KEYS, HeldOut, content_hash, near_keys, prompt_of
 from paceline.data.encoder import Encoder
 from paceline.data.holdout import part_heldout, row_is_held_out, write_heldout
-from paceline.data.loss_mask import Sample, check_generation_tags, plain_sample, ready_sample, samples_of, spans_of
+from paceline.data.loss_mask import Sample, check_generation_tags, plain_sample, ready_sample, samples_of
 from paceline.data.readers import Shard, read_shard
-from paceline.data.report import Tally
+from paceline.data.report import Count, Tally
 from paceline.data.rows import Conversation, PlainText, ReadyTokens, Row, RowRejected, read_row
 from paceline.data.store import PART_SCHEMA, part_name, write_table
 from paceline.data.tokenizer import load_tokenizer
@@ -29,6 +29,8 @@ from paceline.data.tokenizer import load_tokenizer
 _CHECKED_ROWS = 32
 """Rows of a shard on which the loss mask is compared with the template's own generation tags."""
 _PROBES = ("a b\n\n c", " lead", "x  y", "naïve 中文 🙂\n")
+_CAPPED = ("cut", "turns")
+"""Notes of samples that lose what is beyond `data.max_length`."""
 _NUMBERS = {"length": "q", "eligible": "q", "supervised": "i", "source": "i", "line": "q", "content_hash": "Q"}
 """Columns of one number a sample, and its type."""
 
@@ -81,13 +83,7 @@ class RowTokenizer:
             return [plain_sample(row, self.encoder)]
         if isinstance(row, ReadyTokens):
             return [ready_sample(row, len(self.tokenizer))]
-        if row.cut and self.settings.on_cut_answer == "drop":
-            raise RowRejected("cut_answer")
-        policies = {"on_rewrite": self.settings.on_rewrite, "on_not_written": self.settings.on_not_written}
-        made = samples_of(row, self.renderer, self.encoder, **policies)
-        if row.cut:
-            made[-1] = _without_end(made[-1], self.encoder)
-        return made
+        return samples_of(row, self.renderer, self.encoder, on_not_written=self.settings.on_not_written)
 
 
 def _without_end(sample: Sample, encoder: Encoder) -> Sample:
@@ -118,6 +114,11 @@ def columns_path(folder: Path, number: int) -> Path:
     return folder / f"part-{number:06d}.columns"
 
 
+def ids_path(folder: Path, number: int) -> Path:
+    """Token ids that occur in one part, int32, ascending."""
+    return folder / f"part-{number:06d}.ids"
+
+
 def tally_path(folder: Path, number: int) -> Path:
     """Tally of one part. It is written last: where it is there, the part is whole."""
     return folder / f"part-{number:06d}.json"
@@ -134,7 +135,7 @@ def tokenize_shard(shard: Shard) -> None:
         tally.rows_in += 1
         where = f"{shard.name}:{line}"
         if row_is_held_out(values, worker.settings.heldout_share):
-            tally.leave_out("heldout_split", where)
+            tally.leave_out("heldout_split", Count(1, where))
             held.append(values)
             continue
         for sample, eligible in _usable(values, where, tokenizer, worker, tally, asked):
@@ -142,7 +143,7 @@ def tokenize_shard(shard: Shard) -> None:
             part.append(Sample(sample.ids, sample.spans, tags=tags), eligible, shard.source, line)
     near = worker.heldout.nearly_holds([prompt for _, prompt in asked])
     for where in (where for where, prompt in asked if prompt in near):
-        tally.note("heldout_near", where)
+        tally.note("heldout_near", Count(1, where))
     part.write(worker.folder, shard.number, near=looks_for_near(worker.settings))
     write_heldout(held, shard.tags, part_heldout(worker.folder, shard.number))
     atomic_files.write_text(tally_path(worker.folder, shard.number), msgspec.json.encode(tally).decode())
@@ -178,44 +179,70 @@ def _usable(
         if isinstance(row, Conversation) and tally.rows_in <= _CHECKED_ROWS and tokenizer.renderer.has_generation_tags:
             check_generation_tags(row, tokenizer.renderer, tokenizer.encoder)
     except RowRejected as found:
-        tally.leave_out(found.reason, where, found.detail)
+        tally.leave_out(found.reason, Count(1, where, found.detail))
         return
+    if isinstance(row, Conversation):
+        made = _kept(row, made, where, tokenizer, tally)
     for sample in made:
+        supervised = sample.supervised
+        tally.measure(len(sample.ids), sample.spans, supervised)
         try:
-            kept, eligible = _fit(sample, worker, tally)
+            kept, eligible = _fit(sample, worker)
         except RowRejected as found:
-            tally.leave_out(found.reason, where, found.detail)
+            tally.leave_out(found.reason, _lost(sample, supervised, where, found.detail))
             continue
         for note in kept.notes:
-            tally.note(note, where)
+            tally.note(note, _lost(sample, supervised - kept.supervised if note in _CAPPED else 0, where))
         if isinstance(row, Conversation) and tokenizer.renderer.writes_the_date:
-            tally.note("dated", where)
+            tally.note("dated", Count(1, where))
         if prompt:
             asked.append((where, prompt))
-        yield Sample(kept.ids, kept.spans, tags=kept.tags), eligible
+        yield kept, eligible
 
 
-def _fit(sample: Sample, worker: ShardWorker, tally: Tally) -> tuple[Sample, int]:
+def _lost(sample: Sample, tokens: int, where: str, detail: str = "") -> Count:
+    """A sample that loses supervised tokens."""
+    return Count(1, where, detail, tokens, dict.fromkeys(sample.tags, tokens) if tokens else {})
+
+
+def _kept(row: Conversation, made: list[Sample], where: str, tokenizer: RowTokenizer, tally: Tally) -> list[Sample]:
+    """The samples of a conversation that `data.on_cut_answer` and `data.on_rewrite` keep."""
+    if row.cut and tokenizer.settings.on_cut_answer == "drop":
+        for sample in made:
+            tally.leave_out("cut_answer", _lost(sample, sample.supervised, where))
+        return []
+    if row.cut:
+        made[-1] = _without_end(made[-1], tokenizer.encoder)
+    if len(made) > 1 and tokenizer.settings.on_rewrite == "last":
+        for sample in made[:-1]:
+            tally.leave_out("rewritten", _lost(sample, sample.supervised, where))
+        notes = tuple("only_last_supervised" if note == "history_rewritten" else note for note in made[-1].notes)
+        made = [replace(made[-1], notes=notes)]
+    return made
+
+
+def _fit(sample: Sample, worker: ShardWorker) -> tuple[Sample, int]:
     """The sample within `data.max_length`, and its eligible anchors.
 
     Raises:
         RowRejected: too long, or nothing to learn is in it.
     """
-    limit, mask = worker.settings.max_length, sample.mask()
-    if len(mask) > limit:
-        if worker.settings.on_too_long == "drop":
-            raise RowRejected("too_long", f"{len(mask)} tokens, data.max_length is {limit}")
-        lost = int(mask[limit:].sum())
-        mask = mask[:limit]
-        if worker.count_eligible(mask) < 1:
-            raise RowRejected("too_long_after_cut", f"the first {limit} of {len(sample.ids)} tokens hold no answer")
-        tally.lost_supervised_tokens += lost
-        sample = Sample(sample.ids[:limit], spans_of(mask), (*sample.notes, "cut"), sample.tags)
-    if not mask.any():
-        raise RowRejected("nothing_supervised", f"{len(mask)} tokens")
+    limit, policy, length = worker.settings.max_length, worker.settings.on_too_long, len(sample.ids)
+    if length > limit:
+        if policy == "drop":
+            raise RowRejected("too_long", f"{length} tokens, data.max_length is {limit}")
+        spans = sample.spans.reshape(-1, 2)
+        spans = spans[spans[:, 1] <= limit] if policy == "turns" else np.minimum(spans, limit)[spans[:, 0] < limit]
+        end = int(spans[-1, 1]) if policy == "turns" and len(spans) else limit
+        sample = replace(sample, ids=sample.ids[:end], spans=spans.ravel(), notes=(*sample.notes, policy))
+    mask = sample.mask()
     eligible = worker.count_eligible(mask)
+    if eligible < 1 and length > limit:
+        raise RowRejected("too_long_after_cut", f"the first {limit} of {length} tokens hold no answer")
+    if not mask.any():
+        raise RowRejected("nothing_supervised", f"{length} tokens")
     if eligible < 1:
-        raise RowRejected("no_anchor", f"{int(mask.sum())} supervised of {len(mask)} tokens")
+        raise RowRejected("no_anchor", f"{int(mask.sum())} supervised of {length} tokens")
     return sample, eligible
 
 
@@ -237,8 +264,7 @@ class PartWriter:
         self._span_ends.append(len(self._spans))
         tags = ",".join(sample.tags)
         self._tags.append(self._known.setdefault(tags, tags))
-        supervised = int((sample.spans[1::2] - sample.spans[::2]).sum())
-        values = (len(sample.ids), eligible, supervised, source, line, content_hash(sample.ids))
+        values = (len(sample.ids), eligible, sample.supervised, source, line, content_hash(sample.ids))
         for column, value in zip(self._numbers.values(), values, strict=True):
             column.append(value)
 
@@ -253,6 +279,7 @@ class PartWriter:
             keys = near_keys(ids, ends)
             columns |= {f"near{column}": keys[:, column] for column in range(KEYS)}
         write_table(pa.table(columns), columns_path(folder, number))
+        ids_path(folder, number).write_bytes(np.flatnonzero(np.bincount(ids)).astype(np.int32).tobytes())
 
 
 def _lists(values: np.ndarray, ends: np.ndarray) -> pa.ListArray:

@@ -14,6 +14,7 @@ import torch
 from paceline.checkpoint import checkpoints, run_directory
 from paceline.config import PlanConfig, Settings, devices_of
 from paceline.data.collate import collate
+from paceline.data.coverage import check_mask_token
 from paceline.data.store import TokenStore, open_store
 from paceline.data.tokenizer import load_tokenizer, mask_token_id
 from paceline.device import why_missing
@@ -138,6 +139,7 @@ def build_run(settings: Settings, machines: Nodes = ALONE) -> Run:
     check_support(settings, machines.place)
     facts, taps, spec = resolve_spec(settings)
     source = open_store(settings.store_path)
+    check_mask_token(source, spec.mask_token_id, facts.vocab_size)
     replicas = machines.agree({}, _replicas(settings, machines))
     extent = LargestBatch()
 

@@ -18,6 +18,7 @@ from paceline.types import TargetFacts
 LAYER_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 GENERATORS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 """How classes end that predict next tokens."""
+POSITION_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx")
 HIDDEN_KEYS = ("hidden_size", "n_embd", "d_model", "dim")
 
 
@@ -71,7 +72,7 @@ def describe(
         head_dim=_first(text, ("head_dim",)) or (hidden // heads if heads else None),
         rms_norm_eps=_real(text, ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps")),
         rope_theta=_rope_theta(text),
-        max_position_embeddings=_first(text, ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx")),
+        max_position_embeddings=_first(text, POSITION_KEYS),
         initializer_range=_real(text, ("initializer_range",)),
         tied_head=_tied(config, text),
         bos_token_id=_token(config, text, "bos_token_id"),
@@ -80,6 +81,18 @@ def describe(
         fingerprint=fingerprint(identity),
         identity=identity,
     )
+
+
+def num_positions(settings: TargetConfig) -> int | None:
+    """Tokens of the longest context of a target; None where its folder does not say, or holds a tokenizer alone.
+
+    Raises:
+        TargetError: no such folder, or a broken config.json; one line.
+    """
+    folder = resolve_folder(settings.path, weights=False)
+    if not settings.path.endswith(".gguf") and not (folder / "config.json").is_file():
+        return None
+    return _first(read_config(settings.path, settings.trust_remote_code).get_text_config(decoder=True), POSITION_KEYS)
 
 
 def identify_target(settings: TargetConfig) -> dict[str, str]:
