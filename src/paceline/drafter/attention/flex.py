@@ -17,7 +17,6 @@ from functools import cache
 import numpy as np
 import torch
 from torch import Tensor
-from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
@@ -154,8 +153,12 @@ def compiled(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask) -> Tens
     Raises:
         DrafterError: see `flex_attention_over_blocks`.
     """
+    # The compiler takes seconds to import, and only cards need it.
+    from torch._dynamo import config
+    from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+
     try:
-        with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        with config.patch(fail_on_recompile_limit_hit=True):
             output = _kernel()(query, key, value, block_mask=mask, enable_gqa=True)
     except (TorchDynamoException, FailOnRecompileLimitHit) as error:
         line = (str(error).strip().splitlines() or [type(error).__name__])[0]
