@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from paceline.text import duration, first_line, percent, short, size
+from paceline.text import duration, first_line, fixed, masked, masked_values, percent, short, shortened, size
 
 
 @pytest.mark.parametrize(
@@ -28,3 +28,28 @@ def test_an_error_is_one_line():
     assert first_line(FileNotFoundError(2, "No such file or directory", "x")) == "No such file or directory"
     assert first_line(ValueError("these differ:\n  a\n  b")) == "these differ: a"
     assert first_line(KeyError()) == "KeyError"
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("http://me:pw@host:8000/v1 and s3://key:secret@bucket/x", "http://***@host:8000/v1 and s3://***@bucket/x"),
+        ("https://host/x?token=abc&y=1&sig=q", "https://host/x?token=***&y=1&sig=***"),
+        ("api_key: sk-123, password='hidden'; SECRET=\"x y\"", "api_key: ***, password='***'; SECRET=\"*** y\""),
+        ("Authorization: Bearer abc.def", "Authorization: Bearer ***"),
+        ("hf_" + "a" * 34, "***"),
+        (
+            "mask_token_id: 3, token_budget: 1024, git@host:x, a@b",
+            "mask_token_id: 3, token_budget: 1024, git@host:x, a@b",
+        ),
+        ("/data/key=3/file:12@x", "/data/key=3/file:12@x"),
+    ],
+)
+def test_secrets_are_masked(text: str, shown: str) -> None:
+    assert masked(text) == shown
+    assert masked_values({"a": [text, {"b": text}], "n": 3}) == {"a": [shown, {"b": shown}], "n": 3}
+
+
+def test_fixed_and_shortened_texts():
+    assert (fixed(2.5), fixed(2.123456, 3), fixed(math.nan), fixed(None)) == ("2.50", "2.123", "–", "–")
+    assert (shortened("abcdef", 6), shortened("abcdefg", 6)) == ("abcdef", "abcde…")

@@ -16,13 +16,15 @@ ASIDE = ".writing"
 """Suffix of what is being written; a name that ends so may be removed when nobody writes."""
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write a UTF-8 text file that appears whole.
+def write_text(path: Path, text: str, *, private: bool = False) -> None:
+    """Write a UTF-8 text file that appears whole; a private one can be read by its owner only.
 
     Raises:
         OSError: as the system says; the old file stays as it was.
     """
     with replacing(path) as aside:
+        if private:
+            aside.touch(mode=0o600)
         aside.write_text(text, encoding="utf-8")
 
 

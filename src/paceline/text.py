@@ -1,8 +1,10 @@
-"""Numbers, times, sizes and errors as people read them; every package writes them the same way."""
+"""Numbers, times, sizes and errors as people read them, without secrets; every package writes them the same way."""
 
 from __future__ import annotations
 
 import math
+import re
+from typing import Any
 
 _PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
@@ -58,6 +60,36 @@ def shortened(text: str, most: int) -> str:
 def readable(text: str) -> str:
     """The text with a question mark for each byte of a file name that is not text; UTF-8 cannot hold those."""
     return text.encode("utf-8", "replace").decode()
+
+
+_SECRETS = re.compile(
+    r"(?P<before>\b[a-z][a-z0-9+.-]*://)[^/\s@]+(?P<after>@)"
+    r"|(?P<name>\b(?:api[_-]?key|access[_-]?token|auth[_-]?token|secret|password|passwd)[\"']?\s*[:=]\s*[\"']?)[^\s\"'&,;]+"
+    r"|(?P<query>[?&](?:key|token|sig|signature|api_?key)=)[^&\s\"']+"
+    r"|(?P<bearer>\bBearer\s+)\S+"
+    r"|\b(?:hf_|sk-|ghp_|github_pat_|glpat-|xox[abp]-|AKIA)[A-Za-z0-9_-]{12,}",
+    re.IGNORECASE,
+)
+"""user:password in an address, values of names that say so, and keys by their well-known beginnings."""
+
+
+def masked(text: str) -> str:
+    """The text with passwords and keys as ``***``: ``http://me:pw@host`` → ``http://***@host``."""
+
+    def hidden(found: re.Match[str]) -> str:
+        kept = [found.group(name) or "" for name in ("before", "name", "query", "bearer")]
+        return "".join(kept) + "***" + (found.group("after") or "")
+
+    return _SECRETS.sub(hidden, text)
+
+
+def masked_values(value: Any) -> Any:
+    """A nested value of mappings and lists whose texts are masked; the names in it are kept."""
+    if isinstance(value, str):
+        return masked(value)
+    if isinstance(value, dict):
+        return {name: masked_values(inner) for name, inner in value.items()}
+    return [masked_values(inner) for inner in value] if isinstance(value, (list, tuple)) else value
 
 
 def size(num_bytes: float) -> str:

@@ -33,6 +33,7 @@ from paceline.checkpoint.run_directory import (
     read_run_settings,
     versions,
 )
+from paceline.config import settings_copy
 from paceline.errors import CheckpointError
 from paceline.types import differing_parts
 
@@ -133,7 +134,7 @@ def _of_run(run_dir: Path) -> dict[str, Any]:
     """What the checkpoints of a run carry of it."""
     run = {}
     if is_run_directory(run_dir):
-        run = {"run": read_run_facts(run_dir), "settings": read_run_settings(run_dir).model_dump(mode="json")}
+        run = {"run": read_run_facts(run_dir), "settings": settings_copy(read_run_settings(run_dir))}
     return {**run, "versions": versions()}
 
 

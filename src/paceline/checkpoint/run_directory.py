@@ -20,6 +20,7 @@ import paceline
 from paceline.atomic_files import write_text
 from paceline.config import Settings, dump_settings, load_settings
 from paceline.errors import ConfigError, RunDirectoryError
+from paceline.text import masked
 from paceline.types import differing_parts
 
 SETTINGS, RUN, CHECKPOINTS, EVALUATION = "settings.yaml", "run.json", "checkpoints", "evaluation.json"
@@ -161,12 +162,18 @@ def _unwritable(run_dir: Path, error: OSError) -> RunDirectoryError:
 def _open(run_dir: Path, settings: Settings, facts: Mapping[str, Any]) -> Path:
     check_run(settings, facts)
     if is_run_directory(run_dir):
-        write_text(run_dir / SETTINGS, dump_settings(settings))
+        _write_settings(run_dir, settings)
         return run_dir
     run_dir.mkdir(parents=True, exist_ok=True)
     write_text(run_dir / RUN, json.dumps(facts, indent=2) + "\n")
-    write_text(run_dir / SETTINGS, dump_settings(settings))
+    _write_settings(run_dir, settings)
     return run_dir
+
+
+def _write_settings(run_dir: Path, settings: Settings) -> None:
+    """The run's settings, for the next start; a file that holds a password or a key can be read by its owner only."""
+    text = dump_settings(settings)
+    write_text(run_dir / SETTINGS, text, private=masked(text) != text)
 
 
 def add_evaluation(run_dir: Path, step: int, report: Mapping[str, Any], *, own: bool = True) -> None:

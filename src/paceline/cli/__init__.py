@@ -54,7 +54,7 @@ def _run(words: list[str]) -> int:
     if words[0] not in COMMANDS:
         from paceline.config import suggestion
 
-        command.stderr.print(f"[bold red]error:[/] {words[0]}: unknown command; {suggestion(words[0], list(COMMANDS))}")
+        command.show_error(f"{words[0]}: unknown command; {suggestion(words[0], list(COMMANDS))}")
         return 2
     module = importlib.import_module(f"paceline.cli.{words[0]}")
     return command.guarded(module.run, words[1:])

@@ -13,17 +13,18 @@ from itertools import pairwise
 from typing import Any, TypeVar, cast
 
 import tyro
-from rich.console import Console
 from rich.markup import escape
 
 from paceline.config import Settings, hint_for, known_names, load_settings, setting_rows
 from paceline.errors import ConfigError, PacelineError
+from paceline.terminal import PlainConsole
+from paceline.text import masked
 
 Arguments = TypeVar("Arguments")
 
-stdout = Console(highlight=False, soft_wrap=True)
+stdout = PlainConsole()
 """What a command was asked for."""
-stderr = Console(stderr=True, highlight=False, soft_wrap=True)
+stderr = PlainConsole(stderr=True)
 """Errors and progress."""
 
 
@@ -118,7 +119,7 @@ def read_settings(path: str, overrides: dict[str, str]) -> Settings:
 
 def notice(text: str) -> None:
     """Something that the user should know at once."""
-    stderr.print(f"[bold yellow]{escape(text)}[/]")
+    stderr.print(f"[bold yellow]{escape(masked(text))}[/]")
 
 
 def write_json(value: Any) -> None:
@@ -148,6 +149,6 @@ def guarded(command: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int
 
 
 def show_error(line: str) -> None:
-    """One error as one line; control characters, which data may bring in, are shown instead of sent."""
-    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
+    """One error as one line, without passwords and keys; line ends, which data may bring in, are shown as ``\\n``."""
+    shown = masked(line).replace("\n", "\\n")
     stderr.print(f"[bold red]error:[/] {escape(shown)}")

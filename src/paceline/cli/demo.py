@@ -63,7 +63,9 @@ def _walk(settings: Settings) -> int:
     show_run(composition)
     outcome = train(composition, notice=command.notice, console=command.stderr)
     if outcome.stopped:
-        command.stderr.print(f"stopped at step {outcome.step}; resume with: paceline demo --run-dir {settings.run_dir}")
+        command.stderr.print(
+            f"stopped at step {outcome.step}; resume with: paceline demo --run-dir {escape(settings.run_dir)}"
+        )
         return 0
 
     _headline(4, "evaluate", "held-out prompts, decoded speculatively and checked against the target's own answers")

@@ -100,7 +100,8 @@ def run(argv: Sequence[str]) -> int:
         return 0
     command.stdout.print(
         f"{arguments.out}: {counts['written']:,} rows added, {counts['already_there']:,} were there, "
-        f"{counts['cut']:,} cut, {counts['repeated']:,} repeated prompts"
+        f"{counts['cut']:,} cut, {counts['repeated']:,} repeated prompts",
+        markup=False,
     )
     for line in passed_over[:3]:
         command.stdout.print(f"passed over: {line}", markup=False)

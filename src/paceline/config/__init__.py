@@ -9,6 +9,7 @@ from paceline.config.load import (
     known_names,
     load_settings,
     setting_rows,
+    settings_copy,
     suggestion,
     validate_settings,
 )
@@ -44,6 +45,7 @@ __all__ = [
     "known_names",
     "load_settings",
     "setting_rows",
+    "settings_copy",
     "suggestion",
     "validate_settings",
 ]

@@ -18,6 +18,7 @@ from pydantic_core import ErrorDetails, PydanticUndefined
 
 from paceline.config.schema import Settings
 from paceline.errors import ConfigError
+from paceline.text import masked_values
 
 KeyPath = tuple[str, ...]
 """Keys from the root of the settings down to one value; list positions are written as their number."""
@@ -74,6 +75,11 @@ def validate_settings(document: Any, origins: Mapping[KeyPath, str], source: str
         return Settings.model_validate(document)
     except ValidationError as error:
         raise ConfigError(*_error_lines(error, document, origins, source)) from None
+
+
+def settings_copy(settings: Settings) -> dict[str, Any]:
+    """The settings as plain values for copies that others may read (checkpoints, exports): no passwords, no keys."""
+    return masked_values(settings.model_dump(mode="json"))
 
 
 def dump_settings(settings: Settings) -> str:

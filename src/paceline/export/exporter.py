@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import paceline
 from paceline.checkpoint import run_directory
 from paceline.checkpoint.checkpoints import load_drafter
-from paceline.config import TargetConfig
+from paceline.config import TargetConfig, settings_copy
 from paceline.drafter.spec import DrafterSpec
 from paceline.errors import ConfigError, ExportError
 from paceline.export.card import Origin, render_card
@@ -106,7 +106,7 @@ def origin_of_run(run_dir: Path, step: int) -> Origin:
         target=facts.get("target", {}),
         target_fingerprint=facts.get("target_fingerprint"),
         data_fingerprint=facts.get("data_fingerprint"),
-        settings=settings.model_dump(mode="json"),
+        settings=settings_copy(settings),
         data=_data_report(Path(settings.store_path)),
         evaluations=[entry for entry in run_directory.read_evaluations(run_dir) if entry["step"] <= step],
         versions=facts.get("versions", {}),

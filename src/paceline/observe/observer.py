@@ -22,6 +22,8 @@ from paceline.observe.metrics_file import FORMAT, METRICS_FILE, EventLine, Heade
 from paceline.observe.trace import TRACE_FILE, TraceFile
 from paceline.observe.trackers import TrackerContext, wanted
 from paceline.observe.trackers.tracker_process import Tracker
+from paceline.terminal import PlainConsole
+from paceline.text import masked, masked_values
 from paceline.types import StepReport
 
 _STATM = Path("/proc/self/statm")
@@ -59,7 +61,7 @@ def open_observer(
         run_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise RunDirectoryError(f"{run_dir}: cannot be made ({error.strerror}); give another run_dir") from error
-    console = console or Console(stderr=True, highlight=False, emoji=False, soft_wrap=True)
+    console = console or PlainConsole(stderr=True)
     observer = Observer(settings, run_dir, console, total_steps=total_steps, header=header, first_step=first_step)
     try:
         observer.open()
@@ -87,7 +89,7 @@ class Observer:
         self._view = View(console)
         self._run_dir = run_dir
         self._total_steps = total_steps
-        self._header = header
+        self._header = masked_values(header)
         self._step = first_step
         self._totals: dict[str, float] = {}
         self._lines = LineAggregator(self._totals)
@@ -189,12 +191,12 @@ class Observer:
     def note(self, text: str) -> None:
         """Show something to the user, and write it down."""
         self._event("note", {"text": text})
-        self._view.note(text)
+        self._view.note(masked(text))
 
     def warn(self, text: str) -> None:
         """Show the user something to look at, and write it down."""
         self._event("warning", {"text": text})
-        self._view.warn(text)
+        self._view.warn(masked(text))
 
     def close(self, status: str = "finished") -> None:
         """Write what is left, end the trackers within their limit, release the terminal. A second call does nothing.
@@ -219,7 +221,7 @@ class Observer:
         self._event("closed", {"status": status} | ({"dropped_lines": dropped} if dropped else {}))
         self._file.close()
         self._file = None
-        self._view.close(status)
+        self._view.close(masked(status))
 
     def _flush(self) -> None:
         report = self._last_report
@@ -272,7 +274,7 @@ class Observer:
             gauge("progress/epoch_coverage", self._epoch_samples / samples)
 
     def _event(self, kind: str, fields: dict[str, Any]) -> None:
-        line = EventLine(step=self._step, time=time.time(), event=kind, fields=fields)
+        line = EventLine(step=self._step, time=time.time(), event=kind, fields=masked_values(fields))
         self._diagnosis.hear(line)
         self._send(line)
 

@@ -12,7 +12,7 @@ from markupsafe import Markup
 
 from paceline.atomic_files import write_text
 from paceline.errors import RunDirectoryError
-from paceline.text import duration, first_line, fixed, percent, readable, short, shortened, size
+from paceline.text import duration, first_line, fixed, masked, percent, readable, short, shortened, size
 
 FIRST = "<!doctype html>"
 """How a page begins."""
@@ -53,13 +53,13 @@ def save_page(text: str, path: Path) -> Path:
 
 
 def flat(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Dotted name and text of each value of a nested mapping."""
+    """Dotted name and text of each value of a nested mapping, without secrets."""
     for key, inner in value.items():
         name = f"{prefix}{key}"
         if isinstance(inner, Mapping) and inner:
             yield from flat(inner, f"{name}.")
         else:
-            yield name, "–" if inner is None else str(inner)
+            yield name, "–" if inner is None else masked(str(inner))
 
 
 @lru_cache(maxsize=1)

@@ -192,7 +192,7 @@ def _memory(run: History) -> Rows:
 
 def _events(run: History) -> Rows:
     starts = [(step, "resumed" if step else "started", "") for step in run.starts]
-    events = [(e.step, e.event, "; ".join(f"{key}: {value}" for key, value in e.fields.items())) for e in run.events]
+    events = [(e.step, e.event, "; ".join(f"{key}: {text}" for key, text in flat(e.fields))) for e in run.events]
     rows = [(f"step {step}", *rest) for step, *rest in sorted(starts + events, key=lambda row: row[0])]
     if len(rows) > MAX_EVENTS:
         half = MAX_EVENTS // 2
