@@ -14,6 +14,7 @@ CPU time of the training thread went into everything observed: completing report
 from __future__ import annotations
 
 import argparse
+import importlib
 import io
 import tempfile
 import time
@@ -81,7 +82,7 @@ def measure(settings: ObserveConfig, steps: int, buckets: int, slots: int) -> tu
 
 def demo(steps: int) -> None:
     """Train some steps of the demo and print the share of its CPU time that observing took."""
-    from paceline import train as training
+    training = importlib.import_module("paceline.train")
     from paceline.cli.demo import Arguments, demo_settings
     from paceline.cli.train import ready_store
     from paceline.observe.observer import Observer

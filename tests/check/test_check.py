@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -164,7 +165,7 @@ def test_drafts_that_training_would_not_make(
 
         return honest(target, Shifted(), prompt, answer)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("paceline.evaluate.evaluate.training_accepted", early)
+    monkeypatch.setattr(import_module("paceline.evaluate.evaluate"), "training_accepted", early)
     code, found = checked(make(), capsys)
     assert code == 1
     assert found["decoding"]["status"] == "fail"
