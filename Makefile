@@ -10,7 +10,7 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM = false
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: help demo demo-smollm2 test test-fast check format bench gpu chaos clean
+.PHONY: help demo demo-smollm2 test test-fast test-versions check format bench gpu chaos clean
 
 help:  ## this list
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -26,6 +26,9 @@ test: $(VENV)/.installed-dev $(VENV)/.oracles  ## the whole test suite
 
 test-fast: $(VENV)/.installed-dev  ## without long runs and other packages, in about a minute
 	$(BIN)/python -m pytest -n auto --dist loadfile -q -m "not slow and not oracle and not sweep" $(FAST_TESTS)
+
+test-versions: $(VENV)/.installed-dev  ## the fast tests on every other supported Python that is installed
+	$(BIN)/python scripts/other_pythons.py -n auto --dist loadfile -q -m "not slow and not oracle and not sweep" $(FAST_TESTS)
 
 check: $(VENV)/.installed-dev  ## lint, types, import contract
 	$(BIN)/ruff check .
