@@ -46,8 +46,8 @@ def environment(version: str, program: str) -> Path:
     if not mark.exists() or mark.stat().st_mtime < newest:
         print(f"making {folder.name}", flush=True)
         subprocess.run([program, "-m", "venv", str(folder)], check=True)
-        words = ["-m", "pip", "--disable-pip-version-check", "install", "--quiet", "-c", "constraints.txt", "-e", ".[dev]"]
-        subprocess.run([str(python), *words], check=True, cwd=PROJECT)
+        pip = [str(python), "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
+        subprocess.run([*pip, "-c", "constraints.txt", "-e", ".[dev]"], check=True, cwd=PROJECT)
         mark.touch()
     return python
 
