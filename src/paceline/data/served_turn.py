@@ -18,7 +18,7 @@ from paceline.data.assistant_turn import Said, not_written, said_by_place
 from paceline.data.chat_template import Renderer, Variables
 from paceline.data.encoder import Encoder
 from paceline.data.rows import Conversation, RowRejected
-from paceline.data.thinking import CLOSES_THOUGHT, EMPTY_MARKS, EMPTY_THOUGHT, OPENS_THOUGHT, REASONING_KEYS
+from paceline.data.thinking import EMPTY_MARKS, EMPTY_THOUGHT, REASONING_KEYS, mark_at_end
 from paceline.types import JsonDict
 
 
@@ -107,8 +107,9 @@ class TurnFinder:
         Raises:
             RowRejected: it cannot be found, or the prompt opens a thought and the row has none.
         """
-        said, opened = self.said[place], OPENS_THOUGHT.search(prompt)
-        mark = opened or CLOSES_THOUGHT.search(prompt)
+        said = self.said[place]
+        opened, closed = mark_at_end(prompt)
+        mark = opened or closed
         # A mark at the prompt's end says whether to think; turns that were answered may not hold it.
         base = prompt[: mark.start()] if mark else prompt
         rest = whole[len(prompt) :] if whole.startswith(prompt) else None

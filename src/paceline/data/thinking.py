@@ -33,6 +33,8 @@ EMPTY_THOUGHT = re.compile(
 )
 """An empty pair of marks around a thought, or the closing one of a pair that the generation prompt opened; after the
 usual ones, anything that looks like such a pair."""
+_MARK_LENGTH = 80
+"""Characters at the end of a prompt in which such a mark is looked for."""
 _SWITCH_NAME = re.compile("think|reason|thought", re.IGNORECASE)
 _OF_HISTORY = re.compile("clear|keep|preserve|past|previous|histor|truncat|strip|remove|drop|budget|content", re.I)
 """Switches that hold this decide what becomes of earlier thoughts, not whether the target thinks."""
@@ -108,6 +110,13 @@ def _texts(node: Any) -> set[str]:
     return {inner.value for inner in node.find_all(nodes.Const) if isinstance(inner.value, str)}
 
 
+def mark_at_end(prompt: str) -> tuple[re.Match[str] | None, re.Match[str] | None]:
+    """The mark with which a prompt opens a thought, or closes one; only its end is looked at."""
+    start = max(0, len(prompt) - _MARK_LENGTH)
+    opened = OPENS_THOUGHT.search(prompt, start)
+    return opened, None if opened else CLOSES_THOUGHT.search(prompt, start)
+
+
 def switch_names(source: TemplateSource) -> list[str]:
     """Variables of a template that may turn thinking on and off, the usual names first."""
     found = [name for name in source.variables if _SWITCH_NAME.search(name) and not _OF_HISTORY.search(name)]
@@ -151,4 +160,5 @@ def _values(name: str, words: frozenset[str]) -> tuple[dict[str, Any], dict[str,
 
 def _sign(prompt: str) -> int:
     """1 where a prompt opens a thought, -1 where it closes one."""
-    return 1 if OPENS_THOUGHT.search(prompt) else -1 if CLOSES_THOUGHT.search(prompt) else 0
+    opened, closed = mark_at_end(prompt)
+    return 1 if opened else -1 if closed else 0
