@@ -38,6 +38,26 @@ def hold_run(run_dir: Path) -> Generator[None]:
         os.close(handle)
 
 
+def trainer_of(run_dir: Path) -> int | None:
+    """Process id of the trainer that holds a run, 0 where it is not known; None where nobody trains it."""
+    place = run_dir.resolve()
+    path = place.parent / f".{place.name}.training"
+    try:
+        handle = os.open(path if path.is_file() else place, os.O_RDONLY)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        known = os.pread(handle, 32, 0).decode(errors="replace") if stat.S_ISREG(os.fstat(handle).st_mode) else ""
+        return int(known) if known.isdigit() else 0
+    except OSError:  # a disk without locks
+        return None
+    finally:
+        os.close(handle)
+    return None
+
+
 def _held(path: Path, place: Path, run_dir: Path) -> int:
     """Descriptor of the locked file that stands at `path`, or of the locked directory itself."""
     while True:

@@ -13,6 +13,7 @@ COMMANDS = {
     "plan": "dry run: buckets, padding, windows",
     "check": "pre-flight of one run: target, data, memory, time; each line passes, warns or fails",
     "train": "train a drafter, or resume a run",
+    "status": "where a run is: step, time left, speed, last warnings, next checkpoint",
     "evaluate": "decode held-out prompts speculatively and measure acceptance length",
     "export": "drafter folder for SGLang, vLLM and z-lab dflash",
     "report": "one HTML file that explains a run",

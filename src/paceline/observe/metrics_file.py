@@ -11,6 +11,8 @@ last line is half written, and the next start cuts it off. Line kinds:
 
 from __future__ import annotations
 
+import contextlib
+import mmap
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -195,6 +197,29 @@ def read_lines(path: Path) -> tuple[list[Line], list[str]]:
     if tail:
         notes.append(f"{path.name}: the last line is half written (the run was killed or still writes) and is left out")
     return lines, notes
+
+
+def newest_lines(path: Path, num_bytes: int = 2**20) -> list[Line]:
+    """The newest header, then the lines in the last ``num_bytes`` of a file: quick, however long the run is.
+
+    Raises:
+        RunDirectoryError: no such file, or it cannot be read.
+    """
+    try:
+        with path.open("rb") as stream:
+            size = stream.seek(0, os.SEEK_END)
+            start = max(size - num_bytes, 0)
+            raw = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
+            header = raw.rfind(b'{"kind":"header"', 0, start)
+            rows = [raw[header : raw.find(b"\n", header)]] if header >= 0 else []
+            rows += raw[raw.find(b"\n", start) + 1 if start else 0 :].split(b"\n")[:-1]
+    except OSError as error:
+        raise RunDirectoryError(f"{path}: cannot be read ({error.strerror}); give the directory of a run") from error
+    lines: list[Line] = []
+    for row in rows:
+        with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
+            lines.append(_DECODER.decode(row))
+    return lines
 
 
 _OPENING = b'{"kind":'
