@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from paceline.checkpoint.writer import CheckpointWriter
 
 from paceline.checkpoint import checkpoints
-from paceline.checkpoint.writer import CheckpointWriter
 from paceline.config import CheckpointConfig
 from paceline.errors import CheckpointError
 
