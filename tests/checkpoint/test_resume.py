@@ -17,6 +17,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+from paceline.atomic_files import ASIDE
 from paceline.checkpoint import checkpoints
 from paceline.cli import main
 from paceline.export.zlab import read_zlab
@@ -236,7 +237,7 @@ def test_sigterm_while_a_checkpoint_is_written_leaves_whole_ones(make_run: MakeR
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
     deadline = time.monotonic() + 240
-    while not (folder.is_dir() and any(path.name.endswith(".part") for path in folder.iterdir())):
+    while not (folder.is_dir() and any(path.name.endswith(ASIDE) for path in folder.iterdir())):
         assert process.poll() is None and time.monotonic() < deadline, log.read_text()
         time.sleep(0.001)
     process.send_signal(signal.SIGTERM)

@@ -139,7 +139,7 @@ def _read(connection: Connection, inbox: queue.SimpleQueue[Any]) -> None:
 
 
 def _start_server() -> None:
-    """Start the fork server, if it does not run yet. It ignores SIGTERM: its end would look like that of all workers."""
+    """Start the fork server, if it does not run yet. It ignores SIGTERM: its end looks like that of all workers."""
     if threading.current_thread() is not threading.main_thread():
         forkserver.ensure_running()
         return

@@ -20,7 +20,7 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
-from corridor.processes import children_of
+from processes import children_of
 from paceline.checkpoint import checkpoints
 from paceline.cli import main
 from paceline.data.store import open_store

@@ -18,7 +18,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from corridor.processes import children_of
+from processes import children_of
 from paceline.checkpoint import checkpoints
 from paceline.checkpoint.run_directory import read_evaluations, read_run_facts
 from paceline.cli import main
@@ -64,7 +64,7 @@ def test_what_training_reports_is_what_evaluate_measures(
         "train": {"max_steps": 12},
         "checkpoint": {"every_steps": 4, "keep_last": 9},
     }
-    settings = make_run("with", flow={"mode": mode, "verifier_device": "cpu"}, **more)
+    settings = make_run("with", flow={"mode": mode, "evaluate_device_TODO": "cpu"}, **more)
     without = make_run("without", flow={"mode": mode}, **more)
     assert main(["train", str(settings)]) == 0
     assert main(["train", str(without)]) == 0
@@ -180,7 +180,7 @@ def slow_run(make_run: MakeRun, demo_assets: Path, tmp_path: Path):
             train={"max_steps": 20},
             checkpoint={"every_steps": 5},
             observe={"console": "plain"},
-            flow={"verifier_device": "cpu", **flow},
+            flow={"evaluate_device_TODO": "cpu", **flow},
         )
         log = tmp_path / "log"
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
@@ -257,7 +257,7 @@ def test_a_verifier_that_cannot_start_costs_a_warning(make_run: MakeRun, tmp_pat
         data={"heldout": [str(tmp_path / "text.jsonl")], "store": str(tmp_path / "store")},
         evaluate={**FEW, "validation_samples": 0},
         train={"max_steps": 3},
-        flow={"verifier_device": "cpu"},
+        flow={"evaluate_device_TODO": "cpu"},
     )
     assert main(["train", str(settings)]) == 0
     (warning,) = [entry["text"] for entry in events(run_dir_of(settings), "warning")]
@@ -267,8 +267,8 @@ def test_a_verifier_that_cannot_start_costs_a_warning(make_run: MakeRun, tmp_pat
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"flow": {"verifier_device": "cpu"}}, "there are no held-out prompts to decode"),
-        ({"flow": {"verifier_device": "cuda:77"}}, "evaluate.device: cuda:77: this machine has no CUDA device"),
+        ({"flow": {"evaluate_device_TODO": "cpu"}}, "there are no held-out prompts to decode"),
+        ({"flow": {"evaluate_device_TODO": "cuda:77"}}, "evaluate.device: cuda:77: this machine has no CUDA device"),
         ({"checkpoint": {"keep_best": "decode/tau"}}, "is measured by the evaluator alone"),
     ],
 )

@@ -19,7 +19,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from corridor.processes import children_of
+from processes import children_of
 from paceline.checkpoint import checkpoints
 from paceline.cli import main
 
