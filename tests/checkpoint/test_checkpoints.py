@@ -142,7 +142,11 @@ def test_a_damaged_newest_falls_back_to_the_one_before(tmp_path: Path, name: str
     path.write_bytes(content)
     step, warnings = checkpoints.resume_point(tmp_path)
     assert step == 5 and len(warnings) == 1
-    assert "step-00000009: damaged" in warnings[0] and "the run continues from step 5" in warnings[0] and "\n" not in warnings[0]
+    assert (
+        "step-00000009: damaged" in warnings[0]
+        and "the run continues from step 5" in warnings[0]
+        and "\n" not in warnings[0]
+    )
     checkpoints.quarantine_after(tmp_path, 5)
     assert checkpoints.steps(tmp_path) == [5] and checkpoints.resume_point(tmp_path) == (5, ())
     assert (tmp_path / "checkpoints" / "step-00000009.damaged" / name).read_bytes() == content

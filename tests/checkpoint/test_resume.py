@@ -135,7 +135,7 @@ def test_a_damaged_newest_costs_one_warning_and_nothing_else(copied: Path, finis
     path.write_bytes(content)
     assert main(["train", str(copied)]) == 0
     warned = [line for line in capfd.readouterr().err.splitlines() if "damaged (" in line]
-    assert len(warned) == 1 and "the run goes on from step 4" in warned[0]
+    assert len(warned) == 1 and "the run continues from step 4" in warned[0]
     assert same(weights(copied), weights(finished)) and trained(copied) == trained(finished)
     assert checkpoints.checkpoint_path(copied, 6).with_name("step-00000006.damaged").is_dir()
 

@@ -17,11 +17,11 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from processes import children_of
 from paceline.checkpoint import checkpoints
 from paceline.cli import main
 from paceline.run.learner_factory import learner_factory
 from paceline.target_model.load import load_target
+from processes import children_of
 from small_runs import built
 
 MakeRun = Callable[..., Path]

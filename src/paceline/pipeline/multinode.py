@@ -133,48 +133,70 @@ def secret_of(environment: Mapping[str, str]) -> bytes | None:
 
 
 class Messages:
-    """Plain values under keys of the store, which each machine writes once and the others read.
+    """Plain values under keys of the store, which one machine writes and the others read.
 
     Args:
         store: of torch.
-        prefix: of all keys.
+        here: this machine.
         secret: of the run, if it has one.
-        where: address of the store, for errors.
     """
 
-    def __init__(self, store: Any, prefix: str, secret: bytes | None, where: str) -> None:
-        self._store, self._prefix, self._secret, self._where = store, prefix, secret, where
+    def __init__(self, store: Any, here: NodeInfo, secret: bytes | None) -> None:
+        self._store, self._here, self._secret = store, here, secret
 
     def write(self, key: str, value: Any) -> None:
-        """Put a plain value; one that is there already is overwritten."""
-        text = json.dumps(value)
-        self._store.set(f"{self._prefix}/{key}", json.dumps([text, self._signature(key, text)]))
+        """Put a plain value; one that is there already is overwritten.
+
+        Raises:
+            StageError: the store is gone.
+        """
+        name, text = self._name(key), json.dumps(value)
+        with self._reached():
+            self._store.set(name, json.dumps([text, self._signature(name, text)]))
 
     def read(self, key: str) -> Any:
         """The value; None where there is none yet. Never waits.
 
         Raises:
-            StageError: what is there was not written by a machine of this run.
+            StageError: the store is gone, or what is there was not written by a machine of this run.
         """
-        name = f"{self._prefix}/{key}"
-        if not self._store.check([name]):
-            return None
+        name = self._name(key)
+        with self._reached():
+            if not self._store.check([name]):
+                return None
+            found = self._store.get(name)
         try:
-            text, signature = json.loads(self._store.get(name))
-            if not hmac.compare_digest(str(signature), self._signature(key, str(text))):
+            text, signature = json.loads(found)
+            if not hmac.compare_digest(str(signature), self._signature(name, str(text))):
                 raise ValueError("its secret is not this machine's")
             return json.loads(text)
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, RecursionError) as error:
             raise StageError(
-                f"store at {self._where}: the entry {key} is not from a machine of this run ({first_line(error)}); set "
-                f"the same {SECRET} on all machines, and let only them reach this port"
+                f"store at {self._here.where}: the entry {key} is not from a machine of this run "
+                f"({first_line(error)}); set the same {SECRET} on all machines, and let only them reach this port"
             ) from None
 
-    def _signature(self, key: str, text: str) -> str:
-        """Keyed hash of a message; a message moved to another key or another start has another one."""
+    def _name(self, key: str) -> str:
+        return f"paceline/{self._here.attempt}/{key}"
+
+    @contextmanager
+    def _reached(self) -> Generator[None]:
+        """What torch raises where the store is gone, as the error of the run."""
+        try:
+            yield
+        except RuntimeError as error:
+            how = f"the store at {self._here.where} ended ({first_line(error)})"
+            raise StageError(_gone(0, how, self._here.count)) from None
+
+    def _signature(self, name: str, text: str) -> str:
+        """Keyed hash of a message, which is another one under another key and after another start."""
         if self._secret is None:
             return ""
-        return hmac.new(self._secret, f"{self._prefix}/{key}\n{text}".encode(), hashlib.sha256).hexdigest()
+        return hmac.new(self._secret, f"{name}\n{text}".encode(), hashlib.sha256).hexdigest()
+
+
+def _gone(number: int, how: str, count: int) -> str:
+    return f"machine {number} is gone: {how}; checkpoints are intact, start all {count} machines again"
 
 
 class Nodes:
@@ -209,7 +231,7 @@ class Nodes:
     def error(self) -> str | None:
         """What ended the run on another machine, in a line; None while all are well."""
         if self._error is None and time.monotonic() - self._answered > self._silence_limit_s and self._watching:
-            self._error = self._gone(0, f"the store at {self.here.where} does not answer")
+            self._error = _gone(0, f"the store at {self.here.where} does not answer", self.here.count)
         return self._error
 
     def suspect(self) -> None:
@@ -271,7 +293,7 @@ class Nodes:
             if self.first and not self.here.hosted:
                 limit_s = LEAVE_LIMIT_S if failure is None else FAILED_LEAVE_LIMIT_S
                 self._await_leaving(self._messages, time.monotonic() + limit_s)
-        except RuntimeError:
+        except StageError:
             return  # the run has ended, and so has the store
         finally:
             self._closed.set()
@@ -285,12 +307,7 @@ class Nodes:
         """A message; waits as long as all machines live, since preparing data may take hours."""
         assert self._messages is not None, "a machine that is alone waits for nobody"
         while True:
-            try:
-                value = self._messages.read(key)
-            except RuntimeError as error:
-                if isinstance(error, StageError):
-                    raise
-                raise StageError(self._error or self._gone(0, f"the store ended ({first_line(error)})")) from None
+            value = self._messages.read(key)
             if value is not None:
                 return value
             if (error := self.error()) is not None:
@@ -300,9 +317,6 @@ class Nodes:
     @property
     def _watching(self) -> bool:
         return self._messages is not None and not self._closed.is_set()
-
-    def _gone(self, number: int, how: str) -> str:
-        return f"machine {number} is gone: {how}; checkpoints are intact, start all {self.here.count} machines again"
 
     def _watch(self, messages: Messages) -> None:
         """Show that this machine lives, and look whether the others do: machine 0 at all of them, they at machine 0."""
@@ -317,10 +331,8 @@ class Nodes:
                 for number in list(signs):
                     self._look_at(messages, number, signs)
             except StageError as error:
-                self._error = error.errors[0]
-            except RuntimeError as error:  # what torch raises where the store is gone
                 if not self._closed.is_set():
-                    self._error = self._gone(0, f"the store at {self.here.where} ended ({first_line(error)})")
+                    self._error = error.errors[0]
             self._answered = time.monotonic()
             if self._closed.wait(SIGN_EVERY_S):
                 return
@@ -332,7 +344,7 @@ class Nodes:
         elif messages.read(f"left/{number}"):
             del signs[number]
         elif (silent_s := time.monotonic() - seen[1]) > self._silence_limit_s:
-            self._error = self._gone(number, f"no sign of life for {silent_s:.0f} s")
+            self._error = _gone(number, f"no sign of life for {silent_s:.0f} s", self.here.count)
             messages.write("failed", self._error)
 
 
@@ -356,7 +368,7 @@ def joined(here: NodeInfo, limit_s: float) -> Generator[Nodes]:
         yield ALONE
         return
     secret = secret_of(os.environ)
-    nodes = _meet(here, Messages(_open_store(here, limit_s), f"paceline/{here.attempt}", secret, here.where), limit_s)
+    nodes = _meet(here, Messages(_open_store(here, limit_s), here, secret), limit_s)
     failure: str | None = "was interrupted"
     try:
         yield nodes
