@@ -17,7 +17,7 @@ from paceline.data.store import TokenStore
 from paceline.drafter.anchors import sample_anchors
 from paceline.drafter.spec import DrafterSpec
 from paceline.errors import DataError
-from paceline.plan.entries import draft_positions, eligible_counts, groups_of_tags
+from paceline.plan.entries import groups_of_tags
 from paceline.plan.epoch import EpochPlan, plan_epoch
 from paceline.run.checkpoint_policy import VALIDATION
 from paceline.types import HostBatch, PlannedBatch, PlannedStep, TargetFacts
@@ -72,10 +72,8 @@ class Largest:
         starts = batches.offsets[:-1]
         real = np.add.reduceat(plan.lengths[batches.order], starts)[plan.sequence]
         padded = plan.counts * plan.widths if not batches.packed else real
-        of_row = draft_positions(
-            eligible_counts(plan.lengths, plan.eligible, plan.settings), plan.num_anchors, plan.block_size
-        )
-        drafted = np.add.reduceat(of_row[batches.order], starts)[plan.sequence]
+        positions = plan.given.anchors_of(batches.order) * plan.given.block_size
+        drafted = np.add.reduceat(positions, starts)[plan.sequence]
 
         def larger(known: tuple[int, Place], sizes: np.ndarray) -> tuple[int, Place]:
             at = int(sizes.argmax())
@@ -183,7 +181,7 @@ class TrainingPlan:
             accumulate=1,
         )
         widths = -(-heldout.lengths // limits.width_multiple) * limits.width_multiple
-        positions = draft_positions(heldout.eligible, num_anchors, self._spec.block_size)
+        positions = np.minimum(heldout.eligible, num_anchors) * self._spec.block_size
         fits = (widths <= limits.token_budget) & (positions <= (limits.draft_position_budget or np.inf))
         rows = np.flatnonzero(fits)[: settings.evaluate.validation_samples]
         if not len(rows):
