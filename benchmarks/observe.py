@@ -86,7 +86,7 @@ def demo(steps: int) -> None:
     from paceline.cli.demo import Arguments, demo_settings
     from paceline.cli.train import ready_store
     from paceline.observe.observer import Observer
-    from paceline.run.build import build_run
+    from paceline.run.build import build_run, resolve_models
     from paceline.run.step_metrics import StepMetrics
 
     spent = {"s": 0.0, "depth": 0.0}
@@ -114,8 +114,9 @@ def demo(steps: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         overrides = {"train.max_steps": str(steps), "flow.mode": "inline", "observe.trace": "true"}
         settings = demo_settings(Arguments(Path(folder) / "run"), {**overrides, "observe.diagnose_every_steps": "20"})
-        ready_store(settings)
-        run = build_run(settings)
+        models = resolve_models(settings)
+        ready_store(settings, models.facts)
+        run = build_run(settings, models)
         training.train(run, notice=print, console=Console(file=io.StringIO(), width=120))
     (first_s, before_s), (last_s, after_s) = marks[0], marks[-1]
     whole, observing = (last_s - first_s) / (steps - 1), (after_s - before_s) / (steps - 1)

@@ -23,7 +23,7 @@ import random
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +34,13 @@ from rich.console import Console
 from rich.table import Table
 
 from paceline.check.memory_budget import Split, best_split
-from paceline.pipeline.coordinator import Coordinator
+from paceline.pipeline.coordinator import Coordinator, Work
 from paceline.pipeline.feature_pool import FeaturePool
 from paceline.pipeline.messages import BufferReleased, DrafterTask, FeaturesReady, StepTaken, TakeStep, TargetTask
-from paceline.pipeline.multinode import RankInfo
+from paceline.pipeline.multinode import ALONE, RankInfo, rank_groups
 from paceline.pipeline.prefetch import Prefetcher
-from paceline.pipeline.process import WorkerProcess
+from paceline.pipeline.process import Stage, WorkerProcess
+from paceline.pipeline.telemetry import RemoteObserver
 from paceline.types import HostBatch, PlannedBatch, PlannedStep, Ratio, StepReport
 
 TAIL = 2
@@ -79,7 +80,7 @@ class Load:
         return self.draft_us * 1e-6 * planned.draft_positions * self.factor("drafter", planned.index)
 
 
-class SleepingTarget:
+class SleepingTarget(Stage):
     """Sleeps as long as a target would compute."""
 
     def __init__(self, load: Load) -> None:
@@ -91,7 +92,7 @@ class SleepingTarget:
         yield FeaturesReady(message.buffer)
 
 
-class SleepingDrafter:
+class SleepingDrafter(Stage):
     """Sleeps as long as a drafter rank would compute, and meets the others at the end of every window."""
 
     def __init__(self, load: Load, group: RankInfo | None) -> None:
@@ -111,8 +112,20 @@ class SleepingDrafter:
         if self.world is not None:
             dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.world)
             dist.all_reduce(total, group=self.world)
-        yield StepTaken(window_report(message.order, self.batches, float(most), float(total)))
+        yield StepTaken(window_report(message.planned, self.batches, float(most), float(total)))
         self.busy_s, self.batches = 0.0, []
+
+
+class NoCheckpoints:
+    """None is planned, and none is due."""
+
+    def due(self, planned: PlannedStep) -> bool:
+        """Never."""
+        return False
+
+    def announce(self, step: int) -> dict[str, Any]:
+        """Not asked for."""
+        return {}
 
 
 @dataclass(frozen=True)
@@ -176,33 +189,33 @@ def measure(
     from paceline.config.schema import FlowConfig
 
     planned = planned_batches(load, windows, drafters)
-    devices = FlowConfig(target_devices=["cpu"] * targets, drafter_devices=["cpu"] * drafters, pool_buffers=buffers)
+    devices = {"target_devices": ["cpu"] * targets, "drafter_devices": ["cpu"] * drafters}
+    flow = FlowConfig(**devices, delivery=delivery, pool_buffers=buffers, stall_limit_s=60.0)
     size = load.accumulate * drafters
-    orders = [PlannedStep(w + 1, 0, w, range(w * size, (w + 1) * size), save=False) for w in range(windows)]
-    meeting = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if drafters > 1 else None
-    workers = [WorkerProcess(f"target {n}", SleepingTarget, (load,)) for n in range(targets)]
-    for rank in range(drafters):
-        group = RankInfo("127.0.0.1", meeting.port, "bench", rank, drafters, False) if meeting else None
-        workers.append(WorkerProcess(f"drafter {rank}", SleepingDrafter, (load, group)))
-    feed = Prefetcher(map(host_of, planned), devices.prefetch_batches * targets)
-    try:
-        hub = Coordinator(
-            workers[:targets],
-            workers[targets:],
-            num_buffers=devices.num_buffers,
-            feed=feed,
-            orders=orders,
-            delivery=delivery,
-            stall_limit_s=60.0,
-        )
-        ends, reports = [], []
-        for report in hub.run():
-            ends.append(time.perf_counter())
-            reports.append(report)
-    finally:
-        feed.close()
-        for worker in workers:
-            worker.stop(1.0)
+    steps = [PlannedStep(w + 1, 0, w, range(w * size, (w + 1) * size), save=False) for w in range(windows)]
+    feed = Prefetcher(map(host_of, planned), flow.prefetch_batches * targets)
+    pool = FeaturePool(flow.num_buffers, 1, 1, torch.float32)
+    with rank_groups(ALONE, drafters) as groups:
+        workers = [WorkerProcess(f"target {n}", SleepingTarget, (load,)) for n in range(targets)]
+        workers += [WorkerProcess(f"drafter {n}", SleepingDrafter, (load, group)) for n, group in enumerate(groups)]
+        try:
+            coordinator = Coordinator(
+                workers[:targets],
+                workers[targets:],
+                pool,
+                Work(steps, feed),
+                flow,
+                saves=NoCheckpoints(),
+                telemetry=RemoteObserver(),
+            )
+            ends, reports = [], []
+            for report, times in coordinator.run():
+                ends.append(time.perf_counter())
+                reports.append(replace(report, waits_s=times.waits_s))
+        finally:
+            feed.close()
+            for worker in workers:
+                worker.stop(1.0)
     return outcome_of(load, targets, drafters, delivery, planned, reports, ends)
 
 
@@ -241,15 +254,15 @@ def outcome_of(
     )
 
 
-def window_report(order: PlannedStep, batches: list[int], most_s: float, total_s: float) -> StepReport:
+def window_report(planned: PlannedStep, batches: list[int], most_s: float, total_s: float) -> StepReport:
     """A report with nothing but its batches, and the work of the busiest rank and of all."""
     nothing: dict[str, Any] = dict.fromkeys(
         ("samples", "anchors", "real_tokens", "padded_tokens", "draft_positions"), 0
     )
     return StepReport(
-        step=order.step,
-        epoch=order.epoch,
-        window=order.window,
+        step=planned.step,
+        epoch=planned.epoch,
+        window=planned.window,
         loss=Ratio(most_s, 1.0),
         ratios={},
         buckets={},

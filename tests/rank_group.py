@@ -10,9 +10,10 @@ import torch.distributed as dist
 
 from paceline.drafter.distributed import any_rank, broadcast_state, check_equal, collective_errors
 from paceline.pipeline.multinode import RankInfo
+from paceline.pipeline.process import Stage
 
 
-class RankStage:
+class RankStage(Stage):
     """Does with the other ranks what a message names; answers with what came of it."""
 
     def __init__(self, group: RankInfo) -> None:

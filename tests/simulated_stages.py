@@ -1,4 +1,4 @@
-"""Stages with settable behaviour, for tests of the hub: real processes and pipes, no models."""
+"""Stages with settable behavior, for tests of the coordinator: real processes and pipes, no models."""
 
 from __future__ import annotations
 
@@ -24,22 +24,25 @@ from paceline.pipeline.messages import (
     StepTaken,
     TakeStep,
     TargetTask,
+    ValidationTask,
 )
+from paceline.pipeline.process import Stage
 from paceline.types import Ratio, StepReport
 
 
-class SimulatedTarget:
+class SimulatedTarget(Stage):
     """Writes the sum of a batch's tokens into the buffer after a random delay; misbehaves on one batch when told."""
 
     def __init__(self, pool: FeaturePool, seed: int, most_delay_s: float, error: str = "", error_at: int = -1) -> None:
         self.pool, self.random, self.most_delay_s = pool, random.Random(seed), most_delay_s
         self.error, self.error_at = error, error_at
 
-    def handle(self, message: TargetTask | MemoryProbe) -> Iterator[FeaturesReady | Probed]:
+    def handle(self, message: TargetTask | ValidationTask | MemoryProbe) -> Iterator[FeaturesReady | Probed]:
         if isinstance(message, MemoryProbe):
             if self.error == "memory":
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-            yield Probed(0.25, 0)
+            self.pool.view(message.buffer, 1).fill_(float(message.host.ids.sum()))
+            yield Probed(0.25)
             return
         index = message.host.planned.index
         if index == self.error_at:
@@ -49,16 +52,18 @@ class SimulatedTarget:
         yield FeaturesReady(message.buffer)
 
 
-class SimulatedDrafter:
+class SimulatedDrafter(Stage):
     """Notes what it was given, in order; checks that each buffer holds its own batch's features."""
 
     def __init__(self, pool: FeaturePool, seed: int, most_delay_s: float, error: str = "", error_at: int = -1) -> None:
         self.pool, self.random, self.most_delay_s = pool, random.Random(seed), most_delay_s
         self.error, self.error_at = error, error_at
         self.trained: list[int] = []
+        self.held: list[int] = []
+        self.probed: list[int] = []
 
     def handle(self, message: Any) -> Iterator[Any]:
-        if isinstance(message, DrafterTask):
+        if isinstance(message, (DrafterTask, ValidationTask, MemoryProbe)):
             index = message.host.planned.index
             if index == self.error_at:
                 misbehave(self.error)
@@ -66,11 +71,15 @@ class SimulatedDrafter:
             found = float(self.pool.view(message.buffer, 1)[0, 0])
             if found != float(message.host.ids.sum()):
                 raise ValueError(f"buffer {message.buffer} holds {found}, not batch {index}")
-            self.trained.append(index)
+            if isinstance(message, MemoryProbe):
+                self.probed.append(index)
+                yield Probed()
+                return
+            (self.trained if isinstance(message, DrafterTask) else self.held).append(index)
             yield BufferReleased(message.buffer)
         elif isinstance(message, TakeStep):
             trained, self.trained = self.trained, []
-            yield StepTaken(report(message.order, trained))
+            yield StepTaken(report(message.planned, trained, self.probed, self.held))
         elif isinstance(message, SaveCheckpoint):
             if self.trained:
                 raise ValueError(f"checkpoint of step {message.step} inside a window")
@@ -83,6 +92,8 @@ def misbehave(error: str) -> None:
         raise ValueError("a made-up error\nwith a second line")
     if error == "hang":
         time.sleep(3600)
+    if error == "slow":
+        time.sleep(1.0)
     if error == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -99,14 +110,15 @@ def note_pid(path: str) -> SimulatedTarget:
     return SimulatedTarget(pool, 0, 0.0)
 
 
-def report(order: Any, trained: list[int]) -> StepReport:
-    """A step report with nothing but its batches."""
+def report(planned: Any, trained: list[int], probed: list[int], held: list[int]) -> StepReport:
+    """A step report with nothing but its batches, and those that were probed and held before."""
     return StepReport(
-        step=order.step,
-        epoch=order.epoch,
-        window=order.window,
+        step=planned.step,
+        epoch=planned.epoch,
+        window=planned.window,
         loss=Ratio(1.0, 1.0),
-        ratios={},
+        ratios={f"probed_{index}": Ratio(1.0, 1.0) for index in probed}
+        | {f"held_{index}": Ratio(1.0, 1.0) for index in held},
         buckets={},
         batches=trained,
         gradient_norm=0.0,

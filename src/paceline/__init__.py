@@ -11,6 +11,8 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
+from paceline.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -21,8 +23,6 @@ if TYPE_CHECKING:
     from paceline.plan.batch_sampler import PlanBatchSampler
     from paceline.plan.epoch import plan_epoch
     from paceline.train import Outcome
-
-__version__ = "0.1.0"
 
 __all__ = [
     "PlanBatchSampler",

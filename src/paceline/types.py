@@ -58,8 +58,6 @@ class PlannedStep:
         batches: plan indices of the epoch that make up the window, ascending.
         save: whether a checkpoint follows the step.
         validate: whether the step's report holds the metrics of the validation batches too.
-
-    Step 0 is no step: its batches are the validation batches, which the drafter keeps.
     """
 
     step: int
@@ -202,6 +200,19 @@ class WorkerTotals:
 
 
 @dataclass(frozen=True, slots=True)
+class StepTimes:
+    """Where the time of one optimizer step went.
+
+    Attributes:
+        waits_s: seconds by stage and state, such as ``drafter/starved``.
+        workers: by name (``target_0``, ``drafter_1``), what each worker did.
+    """
+
+    waits_s: Mapping[str, float] = field(default_factory=dict)
+    workers: Mapping[str, WorkerTotals] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class StepReport:
     """One optimizer step, as it was trained.
 
@@ -221,9 +232,12 @@ class StepReport:
         waits_s: seconds by stage and state, e.g. ``drafter/starved``.
         max_length: longest sample of the window in tokens; 0 where it was not counted.
         sample_losses: by plan index, (Σ weighted loss, Σ weight) of each row in planned order, float64 [B, 2].
-        rows: by plan index, the row numbers, int64 [B]; filled in by who knows the plan.
-        tags: by tag, its share of the step; filled in by who knows the tags.
+        rows: by plan index, the row numbers, int64 [B].
+        tags: by tag, its share of the step.
         workers: by name (``target_0``, ``drafter_1``), what each worker did; every worker is in every report.
+
+    The learner makes it; `paceline.run.step_metrics` completes it once, with what plan, store and parent know: times,
+    rows, tags, and the ratios that follow from them.
     """
 
     step: int

@@ -29,7 +29,7 @@ from paceline.data.tokenizer import load_tokenizer
 from paceline.drafter.learner import Learner
 from paceline.drafter.network import Drafter
 from paceline.evaluate import parity
-from paceline.run.build import resolve_spec
+from paceline.run.build import resolve_models
 from paceline.target_model.model import TargetModel
 
 MakeSettings = Callable[..., Path]
@@ -351,7 +351,8 @@ def test_a_place_that_holds_something_else(make: MakeSettings, tmp_path: Path) -
 
 def test_a_run_that_was_started_with_other_settings_or_another_target(make: MakeSettings, tmp_path: Path) -> None:
     settings = load_settings(make(), {})
-    facts, _, spec = resolve_spec(settings)
+    models = resolve_models(settings)
+    facts, spec = models.facts, models.spec
     open_run(settings, {"drafter": spec.to_dict(), "target": dict(facts.identity)})
     before = {entry.name: entry.read_bytes() for entry in (tmp_path / "run").iterdir()}
     found = findings_of(settings)

@@ -17,6 +17,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+from paceline.atomic_files import ASIDE
 from paceline.checkpoint import checkpoints
 from paceline.cli import main
 from paceline.export.zlab import read_zlab
@@ -134,7 +135,7 @@ def test_a_damaged_newest_costs_one_warning_and_nothing_else(copied: Path, finis
     path.write_bytes(content)
     assert main(["train", str(copied)]) == 0
     warned = [line for line in capfd.readouterr().err.splitlines() if "damaged (" in line]
-    assert len(warned) == 1 and "the run goes on from step 4" in warned[0]
+    assert len(warned) == 1 and "the run continues from step 4" in warned[0]
     assert same(weights(copied), weights(finished)) and trained(copied) == trained(finished)
     assert checkpoints.checkpoint_path(copied, 6).with_name("step-00000006.damaged").is_dir()
 
@@ -236,7 +237,7 @@ def test_sigterm_while_a_checkpoint_is_written_leaves_whole_ones(make_run: MakeR
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
     deadline = time.monotonic() + 240
-    while not (folder.is_dir() and any(path.name.endswith(".part") for path in folder.iterdir())):
+    while not (folder.is_dir() and any(path.name.endswith(ASIDE) for path in folder.iterdir())):
         assert process.poll() is None and time.monotonic() < deadline, log.read_text()
         time.sleep(0.001)
     process.send_signal(signal.SIGTERM)

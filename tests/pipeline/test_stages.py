@@ -45,8 +45,8 @@ def stage(demo_assets: Path) -> TargetStage:
 
 def test_a_probe_leaves_the_guarded_first_batch_as_it_would_be(stage: TargetStage) -> None:
     batch = host([20, 31], [4, 9])
-    (probed,) = stage.handle(MemoryProbe(batch))
-    assert probed == Probed(0.0, 0)
+    (probed,) = stage.handle(MemoryProbe(batch, 0))
+    assert probed == Probed(0.0)
     state = torch.get_rng_state()
     (ready,) = stage.handle(TargetTask(batch, 1))
     assert ready == FeaturesReady(1)
@@ -60,7 +60,7 @@ def test_what_does_not_fit_is_told_with_its_bytes_and_what_to_lower(
 ) -> None:
     monkeypatch.setattr(stage._target, "features", raising(error))
     with pytest.raises(TargetError) as caught:
-        list(stage.handle(MemoryProbe(host([20, 31], [4, 9]))))
+        list(stage.handle(MemoryProbe(host([20, 31], [4, 9]), 0)))
     text = str(caught.value)
     assert "out of memory on cpu with 2 rows of 31 tokens (62 padded): weights " in text
     assert "MiB" in text and "lower plan.token_budget" in text and "\n" not in text

@@ -13,7 +13,7 @@ from paceline.device import synchronize
 from paceline.drafter.learner import Learner
 from paceline.drafter.spec import DrafterSpec
 from paceline.plan.epoch import EpochPlan
-from paceline.run.build import resolve_spec
+from paceline.run.build import Models, resolve_models
 from paceline.run.learner_factory import LearnerFactory
 from paceline.target_model.load import load_target
 from paceline.target_model.model import TargetModel
@@ -54,19 +54,19 @@ class CheckContext:
         """Work of a whole run on one device a role; filled in by the timing."""
 
     @cached_property
-    def resolved(self) -> tuple[TargetFacts, list[int], DrafterSpec]:
-        """Facts of the target, taps, drafter."""
-        return resolve_spec(self.settings)
+    def models(self) -> Models:
+        """Target and drafter, from files alone."""
+        return resolve_models(self.settings)
 
     @property
     def facts(self) -> TargetFacts:
         """Of the target."""
-        return self.resolved[0]
+        return self.models.facts
 
     @property
     def spec(self) -> DrafterSpec:
         """Of the drafter."""
-        return self.resolved[2]
+        return self.models.spec
 
     @cached_property
     def material(self) -> SampleData:
@@ -87,7 +87,7 @@ class CheckContext:
     def target(self) -> TargetModel:
         """The target on the device of its first worker."""
         began = time.perf_counter()
-        target = load_target(self.settings.target, self.resolved[1], self.settings.flow.target_devices[0])
+        target = load_target(self.settings.target, self.models.taps, self.settings.flow.target_devices[0])
         self.load_seconds = time.perf_counter() - began
         return target
 
@@ -105,10 +105,19 @@ class CheckContext:
     def new_learner(self, steps: int) -> Learner:
         """As `learner`, with schedules for this many steps."""
         quiet = self.settings.drafter.noise.model_copy(update={"kind": "none"})
-        drafter = self.settings.drafter.model_copy(update={"noise": quiet, "diagnose_every": 0})
-        settings = self.settings.model_copy(update={"drafter": drafter})
+        settings = self.settings
         weights = shared_weights(self.target, with_teacher=settings.objective.needs_teacher)
-        return LearnerFactory(settings, self.spec, self.folder, steps, 0)(weights)
+        return LearnerFactory(
+            target=settings.target,
+            drafter=settings.drafter.model_copy(update={"noise": quiet, "diagnose_every": 0}),
+            objective=settings.objective,
+            optimizer=settings.optimizer,
+            seed=settings.seed,
+            spec=self.spec,
+            device=settings.flow.drafter_devices[0],
+            total_steps=steps,
+            run_dir=self.folder,
+        )(weights)
 
     def wait(self) -> None:
         """Until both devices have done what they were asked."""

@@ -20,7 +20,7 @@ from paceline.checkpoint.checkpoints import steps
 from paceline.config import Settings
 from paceline.errors import PacelineError
 from paceline.export.engines import training_notes
-from paceline.run.build import check_support
+from paceline.run.support import check_support
 from paceline.run.warm_start import check_init
 
 
@@ -38,7 +38,7 @@ def check_settings(context: CheckContext) -> CheckResult:
 
 def check_drafter(context: CheckContext) -> CheckResult:
     """Configuration of the target, taps and drafter, from files alone."""
-    facts, taps, spec = context.resolved
+    facts, taps, spec = context.facts, context.models.taps, context.spec
     settings, run_dir = context.settings, Path(context.settings.run_dir)
     run_directory.check_run(settings, {"drafter": spec.to_dict(), "target": dict(facts.identity)})
     if settings.drafter.init is not None and not steps(run_dir):

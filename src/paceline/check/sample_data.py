@@ -22,7 +22,7 @@ from paceline.drafter.anchors import count_eligible, sample_anchors
 from paceline.drafter.spec import DrafterSpec
 from paceline.errors import DataError
 from paceline.plan.epoch import EpochPlan
-from paceline.run.build import epoch_plan
+from paceline.run.training_plan import epoch_plan
 from paceline.types import HostBatch, PlannedBatch, TargetFacts
 
 STRETCHES = 16

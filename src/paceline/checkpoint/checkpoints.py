@@ -1,20 +1,20 @@
-"""Checkpoints that appear whole: written aside, fsynced, renamed; then old ones are pruned.
+"""Checkpoints that appear whole: written aside, flushed to the disk, renamed; then old ones are pruned.
 
 A checkpoint is a directory ``checkpoints/step-00000100`` with ``drafter.safetensors`` (float32 masters under the names
 of an exported drafter), ``state.pt`` (everything else that resume needs) and ``checkpoint.json``: the step, size and
 SHA-256 of both files, what the run is (settings, drafter, fingerprints), versions, and what the trainer notes beside
-(place in the plan, metrics).
+(place in the plan, metrics). The last line of checkpoint.json is its own SHA-256.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 import pickle
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from paceline.atomic_files import ASIDE, remove, replacing
 from paceline.checkpoint.retention import Best, Candidate, kept
 from paceline.checkpoint.run_directory import (
     CHECKPOINTS,
@@ -33,16 +34,19 @@ from paceline.checkpoint.run_directory import (
     read_run_settings,
     versions,
 )
-from paceline.config import settings_copy
+from paceline.config import CheckpointConfig, settings_copy
 from paceline.errors import CheckpointError
+from paceline.text import first_line, size
 from paceline.types import differing_parts
 
 WEIGHTS, STATE, NOTE = "drafter.safetensors", "state.pt", "checkpoint.json"
-PREFIX, ASIDE, PRUNED, DAMAGED = "step-", ".part", ".old", ".damaged"
-FORMAT = 1
+FILES = (WEIGHTS, STATE)
+UNSIGNED = "0" * 64
+"""Stands for the SHA-256 of checkpoint.json while that is taken of its own text."""
+PREFIX, PRUNED, DAMAGED = "step-", ".old", ".damaged"
+FORMAT = 2
 IDENTITY = ("drafter", "data_fingerprint", "total_steps", "replicas")
 """Facts of a run, beside its target, that its checkpoints carry too; one with others belongs to another run."""
-
 
 DECODED = {"decode/tau": "tau_micro", "decode/tau_macro": "tau_macro"}
 """Metrics that are known after the checkpoint, from evaluation.json, and their names there."""
@@ -54,12 +58,12 @@ def step_name(step: int) -> str:
 
 
 def checkpoint_path(run_dir: Path, step: int) -> Path:
-    """Where the checkpoint of a step lies."""
+    """Folder of the checkpoint of a step."""
     return run_dir / CHECKPOINTS / step_name(step)
 
 
 def export_path(run_dir: Path, step: int) -> Path:
-    """Where the drafter folder lies that was exported with the checkpoint of a step."""
+    """The drafter folder that is exported with the checkpoint of a step."""
     return run_dir / EXPORTS / step_name(step)
 
 
@@ -94,21 +98,17 @@ def write_checkpoint(
     final = checkpoint_path(run_dir, step)
     if (final / NOTE).is_file():
         return final
-    aside = final.with_name(final.name + ASIDE)
     try:
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(parents=True)
-        _write_files(aside, step, state, {**_of_run(run_dir), **(note or {})})
-        shutil.rmtree(final, ignore_errors=True)
-        aside.replace(final)
-        _fsync(final.parent)
+        final.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(final) as aside:
+            aside.mkdir()
+            _write_files(aside, step, state, {**_of_run(run_dir), **(note or {})})
     except (OSError, RuntimeError, SafetensorError) as error:
-        shutil.rmtree(aside, ignore_errors=True)
         last = newest_step(run_dir)
         before = f"the checkpoint of step {last} is intact" if last else "no checkpoint was written before"
         raise CheckpointError(
             f"{final}: checkpoint not written ({_reason(error)}; {_room(run_dir)}); {before}; make room and run the "
-            "same command to go on"
+            "same command to resume"
         ) from error
     _prune(run_dir, keep_last, keep_every, keep_best)
     return final
@@ -120,14 +120,10 @@ def _write_files(aside: Path, step: int, state: Mapping[str, Any], note: Mapping
     save_file({name: tensor.contiguous().cpu() for name, tensor in network.items()}, aside / WEIGHTS)
     with (aside / STATE).open("wb") as file:
         torch.save(rest, file)
-    files = {}
-    for name in (WEIGHTS, STATE):
-        _fsync(aside / name)
-        files[name] = {"bytes": (aside / name).stat().st_size, "sha256": _digest(aside / name)}
-    text = json.dumps({**note, "format": FORMAT, "step": step, "files": files}, indent=1)
-    (aside / NOTE).write_text(text + "\n", encoding="utf-8")
-    _fsync(aside / NOTE)
-    _fsync(aside)
+    files = {name: {"bytes": (aside / name).stat().st_size, "sha256": _digest(aside / name)} for name in FILES}
+    text = json.dumps({**note, "format": FORMAT, "step": step, "files": files, "sha256": UNSIGNED}, indent=1) + "\n"
+    before, _, after = text.rpartition(UNSIGNED)
+    (aside / NOTE).write_text(before + hashlib.sha256(text.encode()).hexdigest() + after, encoding="utf-8")
 
 
 def _of_run(run_dir: Path) -> dict[str, Any]:
@@ -145,13 +141,12 @@ def _reason(error: BaseException) -> str:
         if isinstance(cause, OSError) and cause.strerror:
             return cause.strerror
         cause = cause.__cause__ or cause.__context__
-    line = str(error).splitlines()[0] if str(error) else type(error).__name__
-    return re.sub(r"^Error while (de)?serializing: (I/O error: )?", "", line)
+    return re.sub(r"^Error while (de)?serializing: (I/O error: )?", "", first_line(error))
 
 
 def _room(run_dir: Path) -> str:
     try:
-        return f"{shutil.disk_usage(run_dir).free / 2**20:.0f} MiB free on this disk"
+        return f"{size(shutil.disk_usage(run_dir).free)} free on this disk"
     except OSError as error:
         return f"{run_dir}: {error.strerror}"
 
@@ -165,10 +160,16 @@ def _prune(run_dir: Path, keep_last: int, keep_every: int | None, keep_best: Bes
     for step in sorted({candidate.step for candidate in candidates} - keep):
         path = checkpoint_path(run_dir, step)
         old = path.with_name(path.name + PRUNED)
-        shutil.rmtree(old, ignore_errors=True)
-        path.replace(old)
-        shutil.rmtree(old, ignore_errors=True)
-        shutil.rmtree(export_path(run_dir, step), ignore_errors=True)
+        try:
+            remove(old)
+            path.replace(old)
+            remove(old)
+            remove(export_path(run_dir, step))
+        except OSError as error:
+            raise CheckpointError(
+                f"{path}: this old checkpoint cannot be removed ({_reason(error)}); the newest one is whole; remove "
+                "this one, or raise checkpoint.keep_last, and run the same command to resume"
+            ) from error
 
 
 def _decoded(run_dir: Path, metric: str | None) -> dict[int, float]:
@@ -213,16 +214,14 @@ def being_written(run_dir: Path) -> set[str]:
 
 def clear_unfinished(run_dir: Path) -> None:
     """Remove what a killed process left half written or half removed. Nobody else may be writing there."""
-    folder = run_dir / CHECKPOINTS
-    for path in folder.glob(f"{PREFIX}*") if folder.is_dir() else ():
-        if path.name.endswith((ASIDE, PRUNED)):
-            shutil.rmtree(path, ignore_errors=True)
-    for path in (run_dir / EXPORTS).glob(f".{PREFIX}*") if (run_dir / EXPORTS).is_dir() else ():
-        shutil.rmtree(path, ignore_errors=True)
+    for folder in (run_dir / CHECKPOINTS, run_dir / EXPORTS):
+        for path in folder.iterdir() if folder.is_dir() else ():
+            if path.name.endswith((ASIDE, PRUNED)) or path.name.startswith(f".{PREFIX}"):
+                remove(path)
 
 
 def resume_point(run_dir: Path) -> tuple[int, tuple[str, ...]]:
-    """Where a run goes on: its newest checkpoint that is as it was written.
+    """Where a run continues: its newest checkpoint that is as it was written.
 
     Returns:
         Its step (0 where there is none at all), and one sentence for each newer one that is damaged.
@@ -234,10 +233,10 @@ def resume_point(run_dir: Path) -> tuple[int, tuple[str, ...]]:
     for step in reversed(_named(run_dir)):
         error = damage_of(run_dir, step)
         if error is None:
-            path, older = checkpoint_path(run_dir, step), reversed(errors.items())
+            older = reversed(errors.items())
             return step, tuple(
-                f"{checkpoint_path(run_dir, bad)}: {text}; it is put aside as {path.with_name(step_name(bad)).name}"
-                f"{DAMAGED} and the run goes on from step {step}"
+                f"{checkpoint_path(run_dir, bad)}: {text}; it is renamed to {step_name(bad)}{DAMAGED}, and the run "
+                f"continues from step {step}"
                 for bad, text in older
             )
         errors[step] = error
@@ -255,12 +254,12 @@ def quarantine_after(run_dir: Path, step: int) -> None:
         if later > step:
             path = checkpoint_path(run_dir, later)
             aside = path.with_name(path.name + DAMAGED)
-            shutil.rmtree(aside, ignore_errors=True)
+            remove(aside)
             path.replace(aside)
 
 
-def damage_of(run_dir: Path, step: int, files: Sequence[str] = (WEIGHTS, STATE)) -> str | None:
-    """What is wrong with these files of a checkpoint, in words; None where they are as written, and this run's."""
+def damage_of(run_dir: Path, step: int, files: Sequence[str] = FILES) -> str | None:
+    """What is wrong with these files of a checkpoint; None where they are as written, and this run's."""
     try:
         note = read_note(run_dir, step)
         if other := _origin_error(run_dir, note):
@@ -273,13 +272,13 @@ def damage_of(run_dir: Path, step: int, files: Sequence[str] = (WEIGHTS, STATE))
                 return f"damaged ({name} is not what was written)"
     except CheckpointError as error:
         return str(error).partition(": ")[2]
-    except (OSError, KeyError, TypeError, AttributeError) as error:
+    except OSError as error:
         return f"damaged ({_reason(error)})"
     return None
 
 
 def _origin_error(run_dir: Path, note: Mapping[str, Any]) -> str | None:
-    """What tells in words that a checkpoint was written by another run; None where it is this run's."""
+    """What shows that a checkpoint was written by another run; None where it is this run's."""
     if not is_run_directory(run_dir):
         return None
     facts, carried = read_run_facts(run_dir), note.get("run", {})
@@ -297,10 +296,14 @@ def read_note(run_dir: Path, step: int) -> dict[str, Any]:
     """
     path = checkpoint_path(run_dir, step) / NOTE
     try:
-        note = json.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        before, last, after = text.rpartition('"sha256": "')
+        if hashlib.sha256((before + last + UNSIGNED + after[64:]).encode()).hexdigest() != after[:64]:
+            raise ValueError("not what was written")
+        note = json.loads(text)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path.parent}: damaged ({NOTE}: {_reason(error)})") from error
-    if not isinstance(note, dict) or note.get("format") != FORMAT:
+    if note["format"] != FORMAT:
         raise CheckpointError(f"{path.parent}: damaged ({NOTE} is not of format {FORMAT})")
     return note
 
@@ -313,7 +316,7 @@ def read_checkpoint(run_dir: Path, step: int) -> dict[str, Any]:
     """
     folder = checkpoint_path(run_dir, step)
     if error := damage_of(run_dir, step):
-        raise CheckpointError(f"{folder}: {error}; remove this checkpoint to go on from the one before")
+        raise CheckpointError(f"{folder}: {error}; remove this checkpoint to resume from the one before")
     return _read_state(folder)
 
 
@@ -322,7 +325,9 @@ def _read_state(folder: Path) -> dict[str, Any]:
         state = torch.load(folder / STATE, map_location="cpu", weights_only=True)
         return {**state, "network": load_file(folder / WEIGHTS)}
     except (OSError, RuntimeError, EOFError, SafetensorError, pickle.UnpicklingError) as error:
-        raise CheckpointError(f"{folder}: cannot be read ({_reason(error)}); it was written otherwise") from error
+        raise CheckpointError(
+            f"{folder}: cannot be read ({_reason(error)}), though its bytes are as written"
+        ) from error
 
 
 def load_drafter(run_dir: Path, step: int | None = None) -> tuple[dict[str, Any], dict[str, Tensor], int]:
@@ -346,7 +351,7 @@ def load_drafter(run_dir: Path, step: int | None = None) -> tuple[dict[str, Any]
         have = ", ".join(map(str, steps(run_dir))) or "none"
         raise CheckpointError(f"{run_dir}: no checkpoint of step {step or 'any'} (there are: {have}); train first")
     if error := damage_of(run_dir, chosen, [WEIGHTS]):
-        raise CheckpointError(f"{folder}: {error}; choose another with --step, or run the training on")
+        raise CheckpointError(f"{folder}: {error}; choose another with --step, or train on")
     return facts["drafter"], load_file(folder / WEIGHTS), chosen
 
 
@@ -355,9 +360,87 @@ def _digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _fsync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+class CheckpointWriter:
+    """Writes the checkpoints of a run in the background, one at a time; pickles as long as it has written nothing.
+
+    Training stops only while the state is copied.
+
+    Args:
+        run_dir: the run.
+        config: how much is kept.
+        best: how the best is found, where it is kept.
+        export: writes the drafter folder of a step from its tensors, once the checkpoint is there.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        config: CheckpointConfig,
+        *,
+        best: Best | None = None,
+        export: Callable[[int, Mapping[str, Any]], None] | None = None,
+    ) -> None:
+        self._run_dir, self._config, self._best = run_dir, config, best
+        self._export = export
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+        self._newest: int | None = None
+
+    def put(self, step: int, state: Mapping[str, Any], note: Mapping[str, Any]) -> None:
+        """Begin to write; waits only where the write before is not done. A step that was put before is left alone.
+
+        Args:
+            step: optimizer steps done.
+            state: a copy of the learner's, whose tensors nobody changes before `wait` has returned (`Learner.save`).
+            note: further plain values for ``checkpoint.json``.
+
+        Raises:
+            PacelineError: the write before failed.
+        """
+        self.wait()
+        if step == self._newest:
+            return
+        if self._newest is None:
+            clear_unfinished(self._run_dir)
+        self._newest = step
+        arguments = (step, state, note)
+        self._thread = threading.Thread(target=self._write, args=arguments, name="paceline checkpoint", daemon=True)
+        self._thread.start()
+
+    def check(self) -> None:
+        """Never waits.
+
+        Raises:
+            PacelineError: a write has failed since the last look.
+        """
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def wait(self) -> None:
+        """Until everything is on disk.
+
+        Raises:
+            PacelineError: it could not be written.
+        """
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        self.check()
+
+    def _write(self, step: int, state: Mapping[str, Any], note: Mapping[str, Any]) -> None:
+        config = self._config
+        try:
+            write_checkpoint(
+                self._run_dir,
+                step,
+                state,
+                keep_last=config.keep_last,
+                keep_every=config.keep_every,
+                keep_best=self._best,
+                note=note,
+            )
+            if self._export is not None:
+                self._export(step, state["network"])
+        except Exception as error:  # noqa: BLE001 - raised by the next look
+            self._error = error

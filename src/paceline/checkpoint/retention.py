@@ -7,6 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+VALIDATION, DECODE = "validation/", "decode/"
+"""How the names of metrics begin that are measured on held-out samples: by validation, by real decoding."""
+
 
 @dataclass(frozen=True, slots=True)
 class Best:

@@ -16,12 +16,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import paceline
 from paceline.atomic_files import write_text
 from paceline.config import Settings, dump_settings, load_settings
 from paceline.errors import ConfigError, RunDirectoryError
 from paceline.text import masked
 from paceline.types import differing_parts
+from paceline.version import __version__
 
 SETTINGS, RUN, CHECKPOINTS, EVALUATION = "settings.yaml", "run.json", "checkpoints", "evaluation.json"
 EXPORTS = "export"
@@ -228,7 +228,7 @@ def versions() -> dict[str, str]:
     """Versions that a run depends on."""
     names = ("torch", "transformers", "datasets", "numpy", "safetensors")
     return {
-        "paceline": paceline.__version__,
+        "paceline": __version__,
         "python": sys.version.split()[0],
         "platform": platform.platform(),
         **{name: importlib.metadata.version(name) for name in names},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
@@ -34,6 +35,8 @@ def _overview() -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code: 0 done, 1 failed, 2 misused, 130 interrupted."""
+    # Where a machine is gone, torch's C++ side would print stack traces beside the one line that says so.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:
         return _run(list(sys.argv[1:] if argv is None else argv))
     except KeyboardInterrupt:
@@ -46,7 +49,7 @@ def _run(words: list[str]) -> int:
         sys.stdout.write(_overview())
         return 0 if words else 2
     if words[0] in ("-V", "--version"):
-        from paceline import __version__
+        from paceline.version import __version__
 
         sys.stdout.write(f"paceline {__version__}\n")
         return 0

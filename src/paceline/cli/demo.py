@@ -17,7 +17,7 @@ from paceline.config import Settings, load_settings
 from paceline.errors import PacelineError
 
 if TYPE_CHECKING:
-    from paceline.run.build import Run
+    from paceline.run.run import Run
 
 DESCRIPTION = """The whole path on an embedded small target and its own chats, on the CPU in a few minutes:
 prepare, plan, train through the process pipeline, evaluate, export, report.
@@ -49,19 +49,22 @@ def run(argv: Sequence[str]) -> int:
 def _walk(settings: Settings) -> int:
     _headline(1, "prepare", "chats → tokens and loss masks")
     from paceline.cli.train import ready_store, show_run
-
-    ready_store(settings)
-    from paceline.run.build import build_run
+    from paceline.run.build import build_run, resolve_models
+    from paceline.run.support import check_support
     from paceline.train import train
 
+    check_support(settings)
+    models = resolve_models(settings)
+    ready_store(settings, models.facts)
+
     _headline(2, "plan", "an epoch before it is run")
-    composition = build_run(settings)
-    _show_forecast(composition)
+    run = build_run(settings, models)
+    _show_forecast(run)
 
     _headline(3, "train", "a target process and a drafter process, joined by the buffer pool")
-    _evaluate_once(composition.run_dir, settings, step=0, title="before training")
-    show_run(composition)
-    outcome = train(composition, notice=command.notice, console=command.stderr)
+    _evaluate_once(run.run_dir, settings, step=0, title="before training")
+    show_run(run)
+    outcome = train(run, notice=command.notice, console=command.stderr)
     if outcome.stopped:
         command.stderr.print(
             f"stopped at step {outcome.step}; resume with: paceline demo --run-dir {escape(settings.run_dir)}"
@@ -69,18 +72,18 @@ def _walk(settings: Settings) -> int:
         return 0
 
     _headline(4, "evaluate", "held-out prompts, decoded speculatively and checked against the target's own answers")
-    _evaluate_once(composition.run_dir, settings, step=outcome.step, title="after training")
+    _evaluate_once(run.run_dir, settings, step=outcome.step, title="after training")
 
     _headline(5, "export", "a drafter folder, read back and compared")
     from paceline.cli.export import export_run
 
-    folder = export_run(composition.run_dir)
+    folder = export_run(run.run_dir)
 
     _headline(6, "report", "one HTML file")
     from paceline.report.report import write_report
 
-    report = write_report(composition.run_dir)
-    _summary(composition.run_dir, folder, report)
+    report = write_report(run.run_dir)
+    _summary(run.run_dir, folder, report)
     return 0
 
 
@@ -104,12 +107,12 @@ def _headline(number: int, name: str, text: str) -> None:
     command.stderr.print(f"\n[bold]{number} {name}[/]  {escape(text)}")
 
 
-def _show_forecast(composition: Run) -> None:
+def _show_forecast(run: Run) -> None:
     from paceline.plan.forecast import forecast
     from paceline.plan.views import render
 
-    made = forecast(composition.plan_of, composition.settings.train.epochs)
-    command.stderr.print(render(made, composition.source.lengths))
+    made = forecast(run.plan.epoch, run.settings.train.epochs)
+    command.stderr.print(render(made, run.source.lengths))
 
 
 def _evaluate_once(run_dir: Path, settings: Settings, *, step: int, title: str) -> None:

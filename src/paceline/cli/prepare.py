@@ -75,8 +75,12 @@ def run(argv: Sequence[str]) -> int:
     return 0
 
 
-def check_prepared(settings: Settings) -> None:
+def check_prepared(settings: Settings, identity: Mapping[str, str] | None = None) -> None:
     """Say what does not fit between the store of a run and its target, and refuse a mask token that is in the text.
+
+    Args:
+        settings: of the run.
+        identity: of its target, where it is known already.
 
     Raises:
         DataError: the mask token occurs in the text.
@@ -88,7 +92,8 @@ def check_prepared(settings: Settings) -> None:
     from paceline.target_model.facts import identify_target, num_positions
 
     store, target = open_store(settings.store_path), settings.target
-    for line in (other_target(store.path, identify_target(target)), beyond_positions(store, num_positions(target))):
+    ours = identify_target(target) if identity is None else identity
+    for line in (other_target(store.path, ours), beyond_positions(store, num_positions(target))):
         if line:
             command.notice(line)
     tokenizer = load_tokenizer(target.path, target.trust_remote_code)

@@ -17,8 +17,9 @@ from paceline.cli import command
 from paceline.config import Settings
 
 if TYPE_CHECKING:
-    from paceline.run.build import Run
+    from paceline.run.run import Run
     from paceline.train import Outcome
+    from paceline.types import TargetFacts
 
 DESCRIPTION = """Train a drafter, or resume a run.
 
@@ -69,24 +70,24 @@ def run(argv: Sequence[str]) -> int:
 def train_run(settings: Settings) -> Outcome:
     """Prepare where needed, show what is about to be trained, train, say how it ended."""
     from paceline.pipeline.multinode import joined, this_node
-    from paceline.run.build import build_run, check_support, resolve_spec
+    from paceline.run.build import build_run, resolve_models
+    from paceline.run.support import check_support
 
-    place = this_node()
-    check_support(settings, place)
-    run_dir = Path(settings.run_dir)
-    if place.number == 0:
+    here, run_dir = this_node(), Path(settings.run_dir)
+    check_support(settings, here)
+    if here.number == 0:
         check_writable(run_dir)
-    resolve_spec(settings)
-    held = hold_run(run_dir) if place.number == 0 else nullcontext()
-    with held, joined(place, settings.flow.stall_limit_s) as machines:
-        machines.in_turn(lambda: ready_store(settings))
+    models = resolve_models(settings)
+    held = hold_run(run_dir) if here.number == 0 else nullcontext()
+    with held, joined(here, settings.flow.stall_limit_s) as nodes:
+        nodes.in_turn(lambda: ready_store(settings, models.facts))
         from paceline.train import train
 
-        run = build_run(settings, machines)
+        run = build_run(settings, models, nodes)
         show_run(run)
         outcome = train(run, notice=command.notice, console=command.stderr)
-    if not machines.first:
-        command.stderr.print(f"machine {place.number} of {place.count} is done at step {outcome.step}")
+    if not nodes.first:
+        command.stderr.print(f"machine {here.number} of {here.count} is done at step {outcome.step}")
         return outcome
     where = escape(str(run.run_dir))
     if outcome.stopped:
@@ -99,8 +100,13 @@ def train_run(settings: Settings) -> Outcome:
     return outcome
 
 
-def ready_store(settings: Settings) -> None:
-    """Prepare the chats of a new run; check the store of one that resumes."""
+def ready_store(settings: Settings, facts: TargetFacts) -> None:
+    """Prepare the chats of a new run; check the store of one that resumes.
+
+    Args:
+        settings: of the run.
+        facts: of its target.
+    """
     from paceline.cli.prepare import check_prepared, prepare_heldout, prepare_run, render, use_of
     from paceline.data.holdout import heldout_files
     from paceline.data.prepare import check_store
@@ -113,7 +119,7 @@ def ready_store(settings: Settings) -> None:
     else:
         target = settings.target
         check_store(settings.store_path, target.path, settings.data, trust_remote_code=target.trust_remote_code)
-    check_prepared(settings)
+    check_prepared(settings, facts.identity)
 
 
 def show_run(run: Run) -> None:
@@ -128,16 +134,16 @@ def show_run(run: Run) -> None:
         f"vocabulary {facts.vocab_size}, taps {run.taps}",
         f"drafter  {spec.num_layers} layers ({kinds}), block {spec.block_size}, mask token {spec.mask_token_id}",
         f"data     {len(source.lengths)} samples, {int(source.lengths.sum())} tokens",
-        f"steps    {len(run.orders)} of {run.settings.plan.accumulate} micro-batches"
-        + (f", going on from {run.first_step}" if run.first_step else ""),
+        f"steps    {len(run.steps)} of {run.settings.plan.accumulate} micro-batches"
+        + (f", resuming after step {run.first_step}" if run.first_step else ""),
         f"flow     {flow.mode}, {flow.delivery}: {', '.join(flow.target_devices)} → {', '.join(flow.drafter_devices)}",
     ]
     evaluate = run.settings.evaluate
     if evaluate.device is not None:
         lines.append(f"decode   {evaluate.device}: up to {evaluate.num_prompts} held-out prompts with each checkpoint")
-    place = run.machines.place
-    if place.count > 1:
-        lines.append(f"machine  {place.number} of {place.count}, joined at {place.address}:{place.port}")
+    here = run.nodes.here
+    if here.count > 1:
+        lines.append(f"machine  {here.number} of {here.count}, joined at {here.where}")
     for line in lines:
         command.stderr.print(line, markup=False)
     for note in training_notes(spec):

@@ -200,6 +200,8 @@ class FlowConfig(Section):
     them."""
     drafter_devices: list[str] = ["cpu"]
     """One drafter rank per entry."""
+    share_devices: bool = False
+    """Allow a target and a drafter worker on the same GPU in pipeline mode; inline needs less memory there."""
     threads: int = Field(default=1, ge=1)
     """CPU threads of each worker process."""
     prefetch_batches: int = Field(default=4, ge=1)

@@ -12,7 +12,6 @@ import copy
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -140,6 +139,13 @@ class Learner:
             if total is not None:
                 total.backward()
 
+    def probe(self, batch: FeatureBatch) -> None:
+        """Does with a micro-batch what `accumulate` does and forgets it, so that what does not fit shows early."""
+        self.accumulate(batch)
+        self._window = WindowMetrics(self.spec.num_drafts, self.device)
+        self._clear()
+        self._step_ended = time.perf_counter()
+
     def hold_for_validation(self, batch: FeatureBatch) -> None:
         """Keep a held-out batch, collated with anchors of a fixed epoch: `step` measures it when that is planned."""
         self._require_teacher(batch)
@@ -166,12 +172,12 @@ class Learner:
         """Closes the window: divides its gradient once by its weight, clips, steps and clears; validates if planned.
 
         A window whose gradient is not finite moves nothing and is reported as skipped; a window without any
-        supervised draft moves nothing either. The report's `seconds` count from the end of the step before.
+        supervised draft moves nothing either. The report's `seconds` count from the end of the step before, without
+        the time of validations.
 
         Raises:
             DrafterError: too many windows in a row had a gradient that is not finite; names their samples.
         """
-        seconds = time.perf_counter() - self._step_ended
         window, self._window = self._window, WindowMetrics(self.spec.num_drafts, self.device)
         gradients = self._gradients()
         if self.world is not None:
@@ -190,8 +196,12 @@ class Learner:
         buckets = bucket_totals(totals)
         ratios = self._ratios(totals) | self._scheduled(self.steps_done - 1)
         ratios["norms/unmoved"] = Ratio(unmoved, num_norms)
+        seconds = time.perf_counter() - self._step_ended
+        if planned.validate and self._validation:
+            ratios |= {f"validation/{name}": ratio for name, ratio in self.validate().items()}
         anchors = sum(bucket.anchors for bucket in buckets.values())
-        report = StepReport(
+        self._step_ended = time.perf_counter()
+        return StepReport(
             step=planned.step,
             epoch=planned.epoch,
             window=planned.window,
@@ -212,11 +222,6 @@ class Learner:
             max_length=totals.max_length,
             sample_losses=sample_losses(totals.sums),
         )
-        if planned.validate and self._validation:
-            held_out = {f"validation/{name}": ratio for name, ratio in self.validate().items()}
-            report = replace(report, ratios={**ratios, **held_out})
-        self._step_ended = time.perf_counter()
-        return report
 
     def _gradients(self) -> list[Tensor]:
         """Gradients of all parameters; zeros where nothing reached one."""
@@ -238,9 +243,12 @@ class Learner:
             self.skipped_in_row = 0
         elif not finite:
             self.skipped_in_row += 1
+        self._clear()
+        self.steps_done += 1
+
+    def _clear(self) -> None:
         for parameter in self.parameters:
             parameter.grad = None
-        self.steps_done += 1
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that a resumed run needs between two windows: the tensors themselves, and plain values.

@@ -17,16 +17,19 @@ from paceline.pipeline.messages import (
     BufferReleased,
     CheckpointTaken,
     DrafterTask,
-    HoldForValidation,
+    MemoryProbe,
+    Probed,
     SaveCheckpoint,
     StepTaken,
     TakeStep,
+    ValidationTask,
 )
+from paceline.pipeline.process import Stage
 from paceline.pipeline.profiler import StepProfile
 from paceline.types import FeatureBatch
 
 
-class DrafterStage:
+class DrafterStage(Stage):
     """Trains the drafter on one device.
 
     Args:
@@ -55,22 +58,26 @@ class DrafterStage:
         self._pool, self._writer = pool, writer
 
     def handle(self, message: Any) -> Iterator[Any]:
-        """Accumulate a batch, close a window, or write a checkpoint."""
-        if isinstance(message, (DrafterTask, HoldForValidation)):
+        """Accumulate a batch, close a window, write a checkpoint; before training, try a batch or keep one."""
+        if isinstance(message, DrafterTask):
             if self._profile is not None:
                 self._profile.before(self._learner.steps_done + 1)
-            batch = self._fetch(message)
-            if isinstance(message, HoldForValidation):
-                kept = None if batch.last_hidden is None else batch.last_hidden.clone()
-                self._learner.hold_for_validation(FeatureBatch(message.host, batch.features.clone(), kept))
-            else:
-                self._accumulate(batch)
+            self._within_memory(self._learner.accumulate, message)
+            yield BufferReleased(message.buffer)
+        elif isinstance(message, MemoryProbe):
+            self._within_memory(self._learner.probe, message)
+            yield Probed()
+        elif isinstance(message, ValidationTask):
+            # Kept in the host's memory: on a card they would take gigabytes for the whole run.
+            batch = self._read(message)
+            kept = None if batch.last_hidden is None else batch.last_hidden.clone()
+            self._learner.hold_for_validation(FeatureBatch(message.host, batch.features.clone(), kept))
             yield BufferReleased(message.buffer)
         elif isinstance(message, TakeStep):
             self._writer.check()
-            report = self._learner.step(message.order)
+            report = self._learner.step(message.planned)
             if self._profile is not None:
-                self._profile.after(message.order.step, last=message.order.step == self._last_step)
+                self._profile.after(message.planned.step, last=message.planned.step == self._last_step)
             yield StepTaken(report, self._agree(message))
         elif isinstance(message, SaveCheckpoint):
             self._learner.save(self._writer, message.step, message.note)
@@ -78,17 +85,21 @@ class DrafterStage:
                 self._writer.wait()
             yield CheckpointTaken(message.step)
 
-    def _fetch(self, message: DrafterTask | HoldForValidation) -> FeatureBatch:
-        """The features of a task's buffer: a view of it on CPUs; on a GPU a copy, made beside what computes there."""
+    def _read(self, message: DrafterTask | ValidationTask | MemoryProbe) -> FeatureBatch:
+        """The features of a task's buffer, in the host's memory."""
         tokens = int(message.host.lengths.sum())
+        last = self._pool.last_view(message.buffer, tokens)
+        return FeatureBatch(message.host, self._pool.read(message.buffer, tokens), last)
+
+    def _fetch(self, message: DrafterTask | MemoryProbe) -> FeatureBatch:
+        """The features of a task's buffer: a view of it on CPUs; on a GPU a copy, made beside what computes there."""
         if self._copies is None:
-            last = self._pool.last_view(message.buffer, tokens)
-            return FeatureBatch(message.host, self._pool.read(message.buffer, tokens), last)
+            return self._read(message)
         device = self._learner.device
         with on_stream(self._copies):
-            features = self._pool.read(message.buffer, tokens).to(device, non_blocking=True)
-            last = self._pool.last_view(message.buffer, tokens)
-            last = None if last is None else last.to(device, non_blocking=True)
+            batch = self._read(message)
+            features = batch.features.to(device, non_blocking=True)
+            last = None if batch.last_hidden is None else batch.last_hidden.to(device, non_blocking=True)
         # The buffer is handed back once the copy has been made, whatever is still computing.
         self._copies.synchronize()
         for moved in (features, last):
@@ -96,15 +107,16 @@ class DrafterStage:
                 used_by_compute(moved, device)
         return FeatureBatch(message.host, features, last)
 
-    def _accumulate(self, batch: FeatureBatch) -> None:
+    def _within_memory(self, work: Callable[[FeatureBatch], None], message: DrafterTask | MemoryProbe) -> None:
+        """Do the work on a task's batch; say what to lower where it does not fit."""
         try:
-            self._learner.accumulate(batch)
+            work(self._fetch(message))
         except (torch.OutOfMemoryError, MemoryError) as error:
-            planned = batch.host.planned
+            planned = message.host.planned
             raise DrafterError(
                 f"out of memory on {self._learner.device} with {planned.draft_positions} draft positions over "
-                f"{planned.real_tokens} tokens (features {batch.features.nbytes / 2**20:,.0f} MiB); lower "
-                "drafter.positions_per_pass, drafter.head_chunk or plan.draft_position_budget"
+                f"{planned.real_tokens} tokens (features {planned.real_tokens * self._pool.token_bytes / 2**20:,.0f} "
+                "MiB); lower drafter.positions_per_pass, drafter.head_chunk or plan.draft_position_budget"
             ) from error
 
     def _agree(self, message: TakeStep) -> bool:
@@ -112,7 +124,7 @@ class DrafterStage:
         world = self._learner.world
         if world is None:
             return message.stop
-        if message.order.save:
+        if message.planned.save:
             check_equal(self._learner.parameters, world)
         if not self._several_machines:
             return message.stop

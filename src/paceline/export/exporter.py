@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import paceline
 from paceline.checkpoint import run_directory
 from paceline.checkpoint.checkpoints import load_drafter
 from paceline.config import TargetConfig, settings_copy
@@ -34,7 +33,8 @@ from paceline.target_model.shared_weights import load_shared_weights
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from paceline.types import TargetFacts
+    from paceline.version import __version__
+from paceline.types import TargetFacts
 
 Format = Literal["zlab", "speculators"]
 Golden = Literal["random", "target", "none"]
@@ -225,7 +225,7 @@ def _note(note: Mapping[str, Any], drafter: TrainedDrafter, facts: TargetFacts, 
     how = {"adapter": served.adapter and Path(served.adapter).name, "quantization": served.quantization}
     return {
         **note,
-        "paceline": paceline.__version__,
+        "paceline": __version__,
         "target": {
             "name": served.name,
             "architecture": facts.architecture,

@@ -1,12 +1,34 @@
-"""What travels between the hub and its workers. Tensors never do: a buffer of the pool is named by its number."""
+"""What travels between the coordinator and its workers: no tensors, a buffer of the pool is named by its number."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from paceline.types import HostBatch, PlannedStep, StepReport
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryProbe:
+    """For any worker, before training: run one of the largest planned batches, so that what does not fit shows now.
+
+    A target writes the batch's features into the buffer, a drafter rank reads them there. Nothing is trained.
+    """
+
+    host: HostBatch
+    buffer: int
+
+
+@dataclass(frozen=True, slots=True)
+class Probed:
+    """From a worker: the batch fits.
+
+    Attributes:
+        error: relative RMS error of its features after transport; 0 from a drafter rank.
+    """
+
+    error: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,27 +40,6 @@ class TargetTask:
 
 
 @dataclass(frozen=True, slots=True)
-class MemoryProbe:
-    """For a target worker, before all others: run the largest planned batch, so that what does not fit shows now."""
-
-    host: HostBatch
-    buffer: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Probed:
-    """From a target worker: the largest batch fits.
-
-    Attributes:
-        error: relative RMS error of its features after transport.
-        peak_bytes: of the CUDA allocator; 0 on CPUs.
-    """
-
-    error: float
-    peak_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
 class FeaturesReady:
     """From a target worker: the buffer holds the features of its task."""
 
@@ -46,16 +47,19 @@ class FeaturesReady:
 
 
 @dataclass(frozen=True, slots=True)
-class DrafterTask:
-    """For a drafter rank: learn from this batch, whose features are in the buffer."""
+class ValidationTask:
+    """For any worker, before training: a held-out batch, which every validation measures.
+
+    A target writes its features into the buffer, a drafter rank keeps them.
+    """
 
     host: HostBatch
     buffer: int
 
 
 @dataclass(frozen=True, slots=True)
-class HoldForValidation:
-    """For a drafter rank: keep this batch and its features for validation."""
+class DrafterTask:
+    """For a drafter rank: learn from this batch, whose features are in the buffer."""
 
     host: HostBatch
     buffer: int
@@ -73,11 +77,11 @@ class TakeStep:
     """For a drafter rank: all micro-batches of the window were sent; take the optimizer step.
 
     Attributes:
-        order: the step.
+        planned: the step.
         stop: whether the user has asked this machine to stop; the ranks tell one another.
     """
 
-    order: PlannedStep
+    planned: PlannedStep
     stop: bool = False
 
 
@@ -111,30 +115,6 @@ class CheckpointTaken:
     step: int
 
 
-class Saves(Protocol):
-    """Says in the parent when the state is written."""
-
-    def due(self, order: PlannedStep) -> bool:
-        """Whether a checkpoint follows this step; asked once a step, when its window closes."""
-        ...
-
-    def announce(self, step: int) -> Mapping[str, Any]:
-        """Called when the step's report is taken in and before its state is; gives the note of the checkpoint."""
-        ...
-
-
-class PlannedSaves:
-    """A checkpoint where the order says so, with an empty note."""
-
-    def due(self, order: PlannedStep) -> bool:
-        """As planned."""
-        return order.save
-
-    def announce(self, step: int) -> Mapping[str, Any]:
-        """Nothing to note."""
-        return {}
-
-
 @dataclass(frozen=True, slots=True)
 class Ready:
     """From a worker: built and waiting for work."""
@@ -145,7 +125,7 @@ class Failed:
     """From a worker: it raised.
 
     Attributes:
-        doing: what it was working on, in words.
+        doing: what it was working on.
         error: one line.
         trace: the traceback, for the log.
         peer: whether it only noticed that another rank is gone.
@@ -169,9 +149,9 @@ class Reply:
     Attributes:
         payload: one of the messages above.
         waited_s: time without work since the reply before.
-        busy_s: time of work since the reply before.
+        busy_s: time of work since the reply before; on a GPU, of its queue.
         ended_s: when the work ended, of ``time.time()``.
-        memory: peak bytes of the process and of its CUDA allocator; None where they were not looked at.
+        memory: peak bytes of the process and of its CUDA allocator; None where they were not read.
     """
 
     payload: Any
@@ -182,18 +162,22 @@ class Reply:
 
 
 def describe(message: Any) -> str:
-    """A task in words, for errors: batch and samples."""
-    if isinstance(message, (TargetTask, DrafterTask, HoldForValidation)):
-        planned = message.host.planned
-        rows = [int(row) for row in planned.rows[:6]]
-        more = f" and {len(planned.rows) - 6} more" if len(planned.rows) > 6 else ""
-        kind = "batch" if planned.epoch >= 0 else "validation batch"
-        where = f" of epoch {planned.epoch}" if planned.epoch >= 0 else ""
-        return f"{kind} {planned.index}{where} (samples {', '.join(map(str, rows))}{more})"
+    """A task as a user reads it in an error: its batch and samples, or its step."""
+    if isinstance(message, (TargetTask, DrafterTask)):
+        return _batch(message.host)
+    if isinstance(message, ValidationTask):
+        return f"validation {_batch(message.host)}"
     if isinstance(message, MemoryProbe):
-        return f"the memory probe, {describe(TargetTask(message.host, message.buffer))}"
+        return f"the memory probe, {_batch(message.host)}"
     if isinstance(message, TakeStep):
-        return f"optimizer step {message.order.step}"
+        return f"optimizer step {message.planned.step}"
     if isinstance(message, SaveCheckpoint):
         return f"checkpoint of step {message.step}"
     return "start-up"
+
+
+def _batch(host: HostBatch) -> str:
+    planned = host.planned
+    rows = [int(row) for row in planned.rows[:6]]
+    more = f" and {len(planned.rows) - 6} more" if len(planned.rows) > 6 else ""
+    return f"batch {planned.index} of epoch {planned.epoch} (samples {', '.join(map(str, rows))}{more})"

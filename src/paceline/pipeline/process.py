@@ -1,9 +1,9 @@
-"""Worker processes: a stage in a process of its own, joined to the hub by one pipe.
+"""Worker processes: a stage in a process of its own, joined to the coordinator by one pipe.
 
-The child reads its pipe on a thread, so that the hub's sends never wait for work in progress, and ends itself when the
-pipe closes (the parent is gone). Children ignore Ctrl-C and SIGTERM, which schedulers send to whole process groups: the
-parent decides what happens then. They are forked from a server that has imported torch and nothing else, never from the
-parent itself, whose threads and CUDA state do not fork.
+The child reads its pipe on a thread, so that the coordinator's sends never wait for work in progress, and ends itself
+when the pipe closes (the parent is gone). Children ignore Ctrl-C and SIGTERM, which schedulers send to whole process
+groups: the parent decides what happens then. They are forked from a server that has imported torch and nothing else,
+never from the parent itself, whose threads and CUDA state do not fork.
 """
 
 from __future__ import annotations
@@ -18,26 +18,64 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.multiprocessing as multiprocessing
 
-from paceline.device import own_device
+from paceline.device import Mark, own_device
 from paceline.errors import PacelineError, PeerError
 from paceline.pipeline.messages import Failed, Ready, Reply, Stop, describe
 from paceline.pipeline.telemetry import PeakMemory
+from paceline.text import first_line
 
 SERVER_GONE = 255
 """What multiprocessing gives as the exit code of a worker whose fork server is gone; no worker ends with it."""
 
 
-class Stage(Protocol):
+class Stage:
     """The work of one process."""
 
     def handle(self, message: Any) -> Iterator[Any]:
-        """Do one task; yield the messages that answer it."""
-        ...
+        """Do one task; yield the messages that answer it, or those of earlier tasks that are done by now."""
+        raise NotImplementedError
+
+    def finish(self) -> Iterator[Any]:
+        """Called when no task waits: yield the answers of all that was begun, oldest first."""
+        return iter(())
+
+
+class TaskClock:
+    """Seconds that a worker worked and waited.
+
+    On a GPU, work is the time of its queue, read when that has come so far, so mostly one task later: the host's time
+    says no more than how long it took to queue kernels.
+    """
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+        self._running: deque[tuple[Mark, Mark]] = deque()
+        self._last = time.perf_counter()
+        self._ahead_s = 0.0
+        self.begin()
+
+    def begin(self) -> None:
+        """A task begins."""
+        self._begun = Mark(self._device, timed=True)
+
+    def end(self) -> tuple[float, float]:
+        """An answer goes out: seconds without and with work since the one before."""
+        self._running.append((self._begun, Mark(self._device, timed=True)))
+        busy_s = 0.0
+        while self._running and self._running[0][1].reached():
+            begun, ended = self._running.popleft()
+            busy_s += ended.seconds_since(begun)
+        now = time.perf_counter()
+        # Work that is read late was counted as waiting before: it is taken off what comes next.
+        free_s = now - self._last - busy_s + self._ahead_s
+        self._last, self._ahead_s = now, min(0.0, free_s)
+        self.begin()
+        return max(0.0, free_s), busy_s
 
 
 def run_child(
@@ -63,24 +101,27 @@ def run_child(
         stage = factory(*arguments)
         peaks = PeakMemory(device)
         connection.send(Reply(Ready(), memory=peaks.look()))
+        clock = TaskClock(device)
+
+        def answer(payloads: Iterator[Any]) -> None:
+            for payload in payloads:
+                connection.send(Reply(payload, *clock.end(), time.time(), peaks.look()))
+
         while True:
-            began = time.perf_counter()
+            if inbox.empty():
+                answer(stage.finish())
             message = inbox.get()
-            waited_s = time.perf_counter() - began
             if isinstance(message, Stop):
                 break
-            began = time.perf_counter()
-            for payload in stage.handle(message):
-                now = time.perf_counter()
-                connection.send(Reply(payload, waited_s, now - began, time.time(), peaks.look()))
-                waited_s, began = 0.0, time.perf_counter()
+            clock.begin()
+            answer(stage.handle(message))
     except (BrokenPipeError, ConnectionResetError):
         os._exit(1)
     except Exception as error:  # noqa: BLE001 - sent to the parent, which stops the run
-        line = str(error) if isinstance(error, PacelineError) else f"{type(error).__name__}: {error}"
-        line = line.strip().splitlines()[0] if line.strip() else type(error).__name__
-        peer = isinstance(error, PeerError)
-        connection.send(Reply(Failed(describe(message), line, traceback.format_exc(), peer)))
+        line = first_line(error)
+        if not isinstance(error, PacelineError):
+            line = f"{type(error).__name__}: {line}"
+        connection.send(Reply(Failed(describe(message), line, traceback.format_exc(), isinstance(error, PeerError))))
         os._exit(1)
     connection.close()
     os._exit(0)
@@ -98,7 +139,7 @@ def _read(connection: Connection, inbox: queue.SimpleQueue[Any]) -> None:
 
 
 def _start_server() -> None:
-    """Start the fork server, if it does not run yet, deaf to SIGTERM: its end would look like that of all workers."""
+    """Start the fork server, if it does not run yet. It ignores SIGTERM: its end looks like that of all workers."""
     if threading.current_thread() is not threading.main_thread():
         forkserver.ensure_running()
         return
@@ -115,6 +156,7 @@ class WorkerProcess:
     Args:
         name: shown in errors, for example ``target 0 (cpu)``.
         factory, arguments, device, threads: see `run_child`.
+        max_outstanding: tasks that may be sent before the first of them is answered.
     """
 
     def __init__(
@@ -125,8 +167,11 @@ class WorkerProcess:
         *,
         device: str = "cpu",
         threads: int = 1,
+        max_outstanding: int = 1,
     ) -> None:
-        self.name = name
+        self.name, self.max_outstanding = name, max_outstanding
+        self.key = name.partition(" (")[0].replace(" ", "_")
+        """Name in metrics: ``target_0``."""
         self.outstanding: deque[Any] = deque()
         """Tasks sent and not yet answered in full, oldest first."""
         self.last_heard = time.monotonic()
@@ -154,7 +199,7 @@ class WorkerProcess:
             self.last_heard = time.monotonic()
 
     def doing(self) -> str:
-        """What the worker is working on, in words."""
+        """What the worker is working on, for errors."""
         if not self.ready:
             return "start-up"
         return describe(self.outstanding[0]) if self.outstanding else "nothing"
@@ -165,13 +210,13 @@ class WorkerProcess:
         return time.monotonic() - self.last_heard if busy else 0.0
 
     def death(self) -> str:
-        """How the process ended, in words."""
+        """How the process ended, for errors."""
         self.process.join(5.0)
         code = self.process.exitcode
         if code is not None and code < 0:
             return f"was killed by {signal.Signals(-code).name}"
         if code == SERVER_GONE:
-            return "was lost with the server that starts all workers, which was killed,"
+            return "ended together with the server that starts all workers, which was killed,"
         return f"ended with exit code {code}"
 
     def stop(self, patience_s: float) -> None:

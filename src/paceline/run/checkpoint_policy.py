@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from paceline.checkpoint import checkpoints
-from paceline.checkpoint.checkpoints import DECODED, export_path
-from paceline.checkpoint.retention import Best
-from paceline.checkpoint.writer import CheckpointWriter
+from paceline.checkpoint.checkpoints import DECODED, CheckpointWriter, export_path
+from paceline.checkpoint.retention import DECODE, VALIDATION, Best
 from paceline.config import Settings
 from paceline.drafter.spec import DrafterSpec
 from paceline.errors import ConfigError, ExportError, MetricError
@@ -23,12 +22,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from paceline.export.exporter import TargetInput
-    from paceline.run.build import Run
+    from paceline.run.run import Run
     from paceline.types import PlannedStep
 
 PATIENCE_S = 20.0
 """An error elsewhere ends the run this much later at most, where a checkpoint is being written."""
-VALIDATION, DECODE = "validation/", "decode/"
 
 
 class Metrics(Protocol):
@@ -48,7 +46,7 @@ class CheckpointPolicy:
 
     Args:
         run: which run.
-        metrics: hears of every checkpoint before it is written, so that no checkpoint is ahead of the metrics on disk.
+        metrics: told of every checkpoint before it is written, so that no checkpoint is ahead of the metrics on disk.
         clock: seconds, ascending.
     """
 
@@ -56,10 +54,10 @@ class CheckpointPolicy:
         self._run, self._metrics, self._clock = run, metrics, clock
         self._since, self._last, self._note = clock(), run.first_step, {}
 
-    def due(self, order: PlannedStep) -> bool:
-        """Where the order says so, and when `checkpoint.every_minutes` have gone by."""
+    def due(self, planned: PlannedStep) -> bool:
+        """Where the plan says so, and when `checkpoint.every_minutes` have gone by."""
         minutes = self._run.settings.checkpoint.every_minutes
-        return order.save or (minutes is not None and self._clock() - self._since >= 60 * minutes)
+        return planned.save or (minutes is not None and self._clock() - self._since >= 60 * minutes)
 
     def announce(self, step: int) -> Mapping[str, Any]:
         """Has everything up to the step written down; the place in the plan and the metric that the best is found by.
@@ -70,12 +68,12 @@ class CheckpointPolicy:
         if step == self._last:
             return self._note
         self._metrics.event("checkpoint", step=step)
-        orders, name = self._run.orders, self._run.settings.checkpoint.keep_best
+        steps, name = self._run.steps, self._run.settings.checkpoint.keep_best
         found = self._metrics.newest(name) if name is not None and not name.startswith(DECODE) else None
         self._note = {
-            "epoch": orders[step - 1].epoch,
-            "window": orders[step - 1].window,
-            "micro_batches": sum(len(order.batches) for order in orders[:step]),
+            "epoch": steps[step - 1].epoch,
+            "window": steps[step - 1].window,
+            "micro_batches": sum(len(planned.batches) for planned in steps[:step]),
             "metrics": {name: found[1]} if found is not None and found[0] > self._last else {},
         }
         self._since, self._last = self._clock(), step

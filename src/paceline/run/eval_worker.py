@@ -14,7 +14,7 @@ from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from paceline.checkpoint import checkpoints, run_directory
 from paceline.config import Settings
@@ -22,12 +22,12 @@ from paceline.data.files import find_files
 from paceline.data.holdout import heldout_files
 from paceline.errors import ConfigError, DataError
 from paceline.pipeline.messages import Failed, Ready, Reply
-from paceline.pipeline.process import WorkerProcess
+from paceline.pipeline.process import Stage, WorkerProcess
 from paceline.pipeline.telemetry import RemoteObserver
 
 if TYPE_CHECKING:
     from paceline.observe.observer import Observer
-    from paceline.run.build import Run
+    from paceline.run.run import Run
 
 NICENESS = 10
 """On a shared CPU the evaluator stands back behind the stages of training."""
@@ -53,7 +53,7 @@ class EvalResult:
     report: dict[str, Any]
 
 
-class EvaluatorStage:
+class EvaluatorStage(Stage):
     """Work of the evaluator's process.
 
     Args:
@@ -96,28 +96,6 @@ def start_evaluator(settings: Settings, run_dir: Path, taps: list[int]) -> Evalu
     if settings.evaluate.device == "cpu":
         os.nice(NICENESS)
     return EvaluatorStage(settings, run_dir, taps)
-
-
-class Evaluation(Protocol):
-    """What training does for real decoding."""
-
-    def look(self) -> None:
-        """Take in what was measured, hand over the newest checkpoint; never waits."""
-        ...
-
-    def finish(self) -> None:
-        """Wait for the measurement of the last checkpoint."""
-        ...
-
-
-class NoEvaluation:
-    """No evaluator device is set."""
-
-    def look(self) -> None:
-        """Nothing."""
-
-    def finish(self) -> None:
-        """Nothing."""
 
 
 class EvalWorker:
@@ -234,7 +212,7 @@ class EvalWorker:
                 f"blocks and the decode loop {report['tau_micro']:.3f}: more than 2 % apart"
             )
         # The answers themselves are kept of the last checkpoint only: the file is written anew each time.
-        rows = report["rows"] if found.step == len(self._run.orders) else []
+        rows = report["rows"] if found.step == len(self._run.steps) else []
         try:
             run_directory.add_evaluation(self._run.run_dir, found.step, {**report, "rows": rows})
         except OSError as error:
@@ -266,16 +244,16 @@ def decode_values(found: EvalResult) -> dict[str, float]:
 @contextlib.contextmanager
 def background_evaluation(
     run: Run, observer: Observer | RemoteObserver, stop_requested: Callable[[], bool]
-) -> Generator[Evaluation]:
+) -> Generator[EvalWorker | None]:
     """Real decoding beside a run, on its first machine, where its settings ask for it; its process ends with this."""
-    if run.settings.evaluate.device is None or not run.machines.first:
-        yield NoEvaluation()
+    if run.settings.evaluate.device is None or not run.nodes.first:
+        yield None
         return
-    decoding = EvalWorker(run, observer, stop_requested)
+    worker = EvalWorker(run, observer, stop_requested)
     try:
-        yield decoding
+        yield worker
     finally:
-        decoding.close()
+        worker.close()
 
 
 def check_background_evaluation(settings: Settings) -> None:

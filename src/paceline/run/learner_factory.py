@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.checkpoint import checkpoints
-from paceline.config import Settings
+from paceline.config import DrafterConfig, ObjectiveConfig, OptimizerConfig, TargetConfig
 from paceline.drafter.spec import DrafterSpec
-from paceline.pipeline.multinode import RankInfo, meeting_prefix
-from paceline.run.build import Run
+from paceline.pipeline.multinode import RankInfo
+from paceline.run.run import Run
 from paceline.run.warm_start import initial_weights
 from paceline.types import SharedWeights
 
@@ -20,29 +20,30 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LearnerFactory:
-    """Builds the learner of a drafter rank, in whichever process; pickles.
+    """Builds the learner of a drafter rank; pickles.
 
     Attributes:
-        settings, spec, run_dir, total_steps, first_step: of the run.
-        rank: which of `flow.drafter_devices`.
+        target, drafter, objective, optimizer, seed, spec: of the run.
+        device: of the rank.
+        total_steps: optimizer steps of the run.
+        run_dir, first_step: where the checkpoint is that the run continues from; step 0: it begins.
         group: where it finds the other ranks; None for a rank that is alone.
     """
 
-    settings: Settings
+    target: TargetConfig
+    drafter: DrafterConfig
+    objective: ObjectiveConfig
+    optimizer: OptimizerConfig
+    seed: int
     spec: DrafterSpec
-    run_dir: Path
+    device: str
     total_steps: int
-    first_step: int
-    rank: int = 0
+    run_dir: Path
+    first_step: int = 0
     group: RankInfo | None = None
 
-    @property
-    def device(self) -> str:
-        """Where the rank runs."""
-        return self.settings.flow.drafter_devices[self.rank]
-
     def __call__(self, weights: SharedWeights | None = None) -> Learner:
-        """The learner, with the state of the checkpoint that the run goes on from.
+        """The learner, with the state of the checkpoint that the run continues from.
 
         Args:
             weights: what the loaded target hands over; read from its files where None.
@@ -51,22 +52,20 @@ class LearnerFactory:
         from paceline.target_model.shared_weights import load_shared_weights
         from paceline.target_model.teacher import Teacher
 
-        settings = self.settings
         if weights is None:
-            weights = load_shared_weights(settings.target, with_teacher=settings.objective.needs_teacher)
-        teacher = Teacher(weights.teacher, self.device) if weights.teacher is not None else None
+            weights = load_shared_weights(self.target, with_teacher=self.objective.needs_teacher)
         learner = Learner(
             self.spec,
             embedding=weights.embedding,
             head=weights.head,
-            drafter=settings.drafter,
-            objective=settings.objective,
-            optimizer=settings.optimizer,
+            drafter=self.drafter,
+            objective=self.objective,
+            optimizer=self.optimizer,
             total_steps=self.total_steps,
-            seed=settings.seed,
+            seed=self.seed,
             device=self.device,
             world=self.group.join(self.device) if self.group else None,
-            teacher=teacher,
+            teacher=Teacher(weights.teacher, self.device) if weights.teacher is not None else None,
         )
         if self.group is not None and self.group.across_machines:
             self._start_as_the_first(learner, self.group)
@@ -75,11 +74,11 @@ class LearnerFactory:
         return learner
 
     def _begin(self, learner: Learner) -> None:
-        """Take on the checkpoint that the run goes on from, or the drafter folder that it begins with."""
+        """Take on the checkpoint that the run continues from, or the drafter folder that it begins with."""
         if self.first_step:
             learner.load_state_dict(checkpoints.read_checkpoint(self.run_dir, self.first_step))
-        elif self.settings.drafter.init is not None:
-            learner.network.load_state_dict(initial_weights(self.settings.drafter.init))
+        elif self.drafter.init is not None:
+            learner.network.load_state_dict(initial_weights(self.drafter.init))
 
     def _start_as_the_first(self, learner: Learner, group: RankInfo) -> None:
         """All ranks take on the state of rank 0, which alone reads the checkpoint: the disk need not be shared."""
@@ -93,22 +92,25 @@ class LearnerFactory:
         learner.load_state_dict(broadcast_state(state, learner.world, learner.device))
 
 
-def learner_factory(run: Run, rank: int = 0, port: int = 0) -> LearnerFactory:
+def learner_factory(run: Run, rank: int = 0, group: RankInfo | None = None) -> LearnerFactory:
     """How a drafter rank of this run is built.
 
     Args:
-        run: from `compose`.
+        run: from `build_run`.
         rank: which of this machine's.
-        port: of this machine's store, where it is the only one and several ranks must find one another.
+        group: where it finds the other ranks, where there are any.
     """
-    place, group = run.machines.place, None
-    if run.num_ranks > 1 and (port or place.count > 1):
-        group = RankInfo(
-            place.address,
-            port or place.port,
-            f"{meeting_prefix(place)}/ranks",
-            place.number * len(run.settings.flow.drafter_devices) + rank,
-            run.num_ranks,
-            place.count > 1,
-        )
-    return LearnerFactory(run.settings, run.spec, run.run_dir, len(run.orders), run.first_step, rank, group)
+    settings = run.settings
+    return LearnerFactory(
+        target=settings.target,
+        drafter=settings.drafter,
+        objective=settings.objective,
+        optimizer=settings.optimizer,
+        seed=settings.seed,
+        spec=run.spec,
+        device=settings.flow.drafter_devices[rank],
+        total_steps=len(run.steps),
+        run_dir=run.run_dir,
+        first_step=run.first_step,
+        group=group,
+    )

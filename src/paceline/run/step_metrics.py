@@ -1,8 +1,7 @@
-"""What a step report lacks because only plan and store know it: rows, tags, supervised tokens, FLOPs."""
+"""Completes step reports with what plan, store and parent know: times, rows, tags, supervised tokens, FLOPs."""
 
 from __future__ import annotations
 
-import functools
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -12,9 +11,9 @@ from pathlib import Path
 import numpy as np
 
 from paceline.config import devices_of
-from paceline.run.build import Run
 from paceline.run.flops import drafter_flops, target_flops
-from paceline.types import BucketTotals, Ratio, StepReport, TagTotals
+from paceline.run.run import Run
+from paceline.types import BucketTotals, Ratio, StepReport, StepTimes, TagTotals
 
 MAX_TAGS = 32
 """Tags that are told apart; rarer ones are put together as ``other`` (``other_`` where a tag has that name)."""
@@ -32,27 +31,34 @@ class StepMetrics:
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._plan_of = functools.lru_cache(maxsize=2)(run.plan_of)
         self._supervised = run.source.supervised
         self._tags, self._codes, self._members = tag_table(run.source.names())
         flow, peaks = run.settings.flow, run.settings.observe.peak_tflops
         self._peaks = {
-            stage: sum(found) * 1e12 * run.machines.place.count
+            stage: sum(found) * 1e12 * run.nodes.here.count
             for stage, entries in (("target", flow.target_devices), ("drafter", flow.drafter_devices))
             if (devices := [name for entry in entries for name in devices_of(entry)])
             and all(found := [peaks.get(name, peaks.get(name.partition(":")[0], 0.0)) for name in devices])
         }
 
-    def __call__(self, report: StepReport) -> StepReport:
-        """The report with its rows, its tags' totals, and the ratios that follow from them."""
-        plan = self._plan_of(report.epoch)
+    def __call__(self, report: StepReport, times: StepTimes) -> StepReport:
+        """The learner's report with its times, its rows, its tags' totals, and the ratios that follow from them."""
+        plan = self._run.plan.epoch(report.epoch)
         by_batch = {index: plan.batch(index).rows for index in report.batches}
         rows = np.concatenate([*by_batch.values(), np.zeros(0, np.int64)])
         slots = report.ratios.get("accuracy/all", Ratio(0.0, 0.0)).denominator
         ratios = dict(report.ratios) | {"coverage/supervised": Ratio(slots, float(self._supervised[rows].sum()))}
         ratios |= self._used(rows, report.seconds)
         buckets = {bucket: report.buckets.get(bucket, NOTHING) for bucket in range(len(plan.edges))}
-        return replace(report, rows=by_batch, buckets=buckets, tags=self._by_tag(by_batch, report), ratios=ratios)
+        return replace(
+            report,
+            ratios=ratios,
+            buckets=buckets,
+            rows=by_batch,
+            tags=self._by_tag(by_batch, report),
+            waits_s=times.waits_s,
+            workers=times.workers,
+        )
 
     def _by_tag(self, by_batch: dict[int, np.ndarray], report: StepReport) -> dict[str, TagTotals]:
         if not self._tags or any(index not in report.sample_losses for index in by_batch):

@@ -8,10 +8,10 @@ import numpy as np
 import torch
 
 from paceline.config import TargetConfig
-from paceline.device import peak_allocated_bytes
 from paceline.errors import TargetError
 from paceline.pipeline.feature_pool import FeaturePool
-from paceline.pipeline.messages import FeaturesReady, MemoryProbe, Probed, TargetTask
+from paceline.pipeline.messages import FeaturesReady, MemoryProbe, Probed, TargetTask, ValidationTask
+from paceline.pipeline.process import Stage
 from paceline.target_model.tap_guard import check_features, guard_first_batch
 from paceline.types import FeatureBatch, HostBatch
 
@@ -19,7 +19,7 @@ GUARD_EVERY = 64
 """Batches between two checks of what a worker hands over, beyond that it is finite."""
 
 
-class TargetStage:
+class TargetStage(Stage):
     """Runs the frozen target on one device, under the tap guard.
 
     All features are checked to be finite. The first batch is guarded by running pieces of it again, then every
@@ -40,11 +40,11 @@ class TargetStage:
         pool.pin(device)
         self._handled = 0
 
-    def handle(self, message: TargetTask | MemoryProbe) -> Iterator[FeaturesReady | Probed]:
+    def handle(self, message: TargetTask | ValidationTask | MemoryProbe) -> Iterator[FeaturesReady | Probed]:
         """Features of the batch's real tokens, [S, N·H], into the task's buffer."""
         batch = self._run(message.host, message.buffer)
         if isinstance(message, MemoryProbe):
-            yield Probed(self._pool.error(message.buffer, batch.features), peak_allocated_bytes(self._device))
+            yield Probed(self._pool.error(message.buffer, batch.features))
             return
         if self._handled == 0:
             guard_first_batch(self._target, batch)

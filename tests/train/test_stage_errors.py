@@ -20,10 +20,10 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
-from corridor.processes import children_of
 from paceline.checkpoint import checkpoints
 from paceline.cli import main
 from paceline.data.store import open_store
+from processes import children_of
 
 MakeRun = Callable[..., Path]
 LONG = {"epochs": 200, "max_steps": 2000}

@@ -13,10 +13,11 @@ import pytest
 from paceline.cli.train import ready_store
 from paceline.config import load_settings
 from paceline.drafter.spec import DrafterSpec
-from paceline.run.build import build_run
+from paceline.run.build import build_run, resolve_models
 from paceline.run.flops import drafter_flops, target_flops
 from paceline.run.step_metrics import MAX_TAGS, StepMetrics, tag_table
-from paceline.types import Ratio, StepReport, TargetFacts
+from paceline.run.training_plan import epoch_plan
+from paceline.types import Ratio, StepReport, StepTimes, TargetFacts, WorkerTotals
 
 
 def report_of(batches: list[int], losses: dict[int, np.ndarray]) -> StepReport:
@@ -35,16 +36,17 @@ def test_tags_rows_coverage_and_use_of_the_peak(make_run: Callable[..., Path], f
     peak = {"cpu": 2.0}
     data = {"train": [f"{tmp_path}/a.jsonl#tag=mine", f"{tmp_path}/b.jsonl"], "store": str(tmp_path / "own")}
     settings = load_settings(make_run(data=data, observe={"peak_tflops": peak, "console": "quiet"}))
-    ready_store(settings)
-    run = build_run(settings)
-    indices = [index for order in run.orders[:5] for index in order.batches]
-    from paceline.run.build import epoch_plan
-
+    models = resolve_models(settings)
+    ready_store(settings, models.facts)
+    run = build_run(settings, models)
+    indices = [index for planned in run.steps[:5] for index in planned.batches]
     plan = epoch_plan(settings, run.spec, run.source, 0)
     rows = {index: plan.batch(index).rows for index in indices}
     rng = np.random.default_rng(0)
     losses = {index: rng.random((len(rows[index]), 2)) for index in reversed(indices)}
-    found = StepMetrics(run)(report_of(indices, losses))
+    times = StepTimes({"target/busy": 1.5}, {"target_0": WorkerTotals(9, 700, 1.5)})
+    found = StepMetrics(run)(report_of(indices, losses), times)
+    assert (found.waits_s, found.workers) == (times.waits_s, times.workers)
     assert {index: list(values) for index, values in found.rows.items()} == {i: list(r) for i, r in rows.items()}
     assert set(found.tags) >= {"mine", "source:a.jsonl", "source:b.jsonl"} and "script:latin" not in found.tags
     for tag in ("mine", "source:a.jsonl", "source:b.jsonl"):

@@ -88,8 +88,8 @@ def test_a_folder_that_is_no_model(make_run: MakeRun, tmp_path: Path, capfd) -> 
 
 
 def test_a_width_that_the_drafter_cannot_have(make_run: MakeRun, capfd) -> None:
-    line = refused(["train", str(make_run(drafter={"hidden_size": 96}))], capfd, 1)
-    assert "hidden_size" in line and "96" in line and "128" in line
+    line = refused(["train", str(make_run(drafter={"hidden_size": 96}))], capfd, 2)
+    assert "hidden_size" in line and "as wide as the target" in line
 
 
 def test_a_bad_tap_is_refused_before_the_data_is_touched(make_run: MakeRun, tmp_path: Path, few_chats, capfd) -> None:

@@ -6,17 +6,16 @@ import torch
 
 from paceline.checkpoint.checkpoints import load_drafter
 from paceline.cli import main
-from paceline.config import load_settings
-from paceline.run.build import build_run, host_batches
 from paceline.target_model.load import load_target
+from small_runs import built
 
 
 def test_a_packed_run_trains_and_a_bin_has_the_features_of_single_rows(make_run, tmp_path) -> None:
     file = make_run(plan={"strategy": "packed"}, target={"rows": "packed"}, train={"max_steps": 2})
     assert main(["train", str(file)]) == 0
     assert load_drafter(tmp_path / "run")[2] == 2
-    run = build_run(load_settings(file))
-    host = next(host_batches(run, run.orders[:1]))
+    run = built(file)
+    host = next(run.plan.host_batches(run.steps[:1], run.local_ranks, run.num_ranks))
     assert len(host.lengths) > 1
     packed = load_target(run.settings.target, run.taps, dtype="float32")
     padded = load_target(run.settings.target.model_copy(update={"rows": "padded"}), run.taps, dtype="float32")

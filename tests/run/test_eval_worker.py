@@ -18,13 +18,13 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from corridor.processes import children_of
 from paceline.checkpoint import checkpoints
 from paceline.checkpoint.run_directory import read_evaluations, read_run_facts
 from paceline.cli import main
 from paceline.config import load_settings
 from paceline.errors import CheckpointError
 from paceline.run.eval_worker import EvalRequest, EvaluatorStage
+from processes import children_of
 
 MakeRun = Callable[..., Path]
 FEW = {"num_prompts": 2, "max_new_tokens": 12, "dtype": "float64"}
@@ -64,7 +64,8 @@ def test_what_training_reports_is_what_evaluate_measures(
         "train": {"max_steps": 12},
         "checkpoint": {"every_steps": 4, "keep_last": 9},
     }
-    settings = make_run("with", flow={"mode": mode, "verifier_device": "cpu"}, **more)
+    evaluate = {**more["evaluate"], "device": "cpu"}
+    settings = make_run("with", flow={"mode": mode}, **{**more, "evaluate": evaluate})
     without = make_run("without", flow={"mode": mode}, **more)
     assert main(["train", str(settings)]) == 0
     assert main(["train", str(without)]) == 0
@@ -172,15 +173,14 @@ def slow_run(make_run: MakeRun, demo_assets: Path, tmp_path: Path):
     """A function: changes → a training process whose evaluator has work for longer than the run takes."""
     started: list[subprocess.Popen] = []
 
-    def start(**flow) -> tuple[subprocess.Popen, Path, Path]:
+    def start(**evaluate) -> tuple[subprocess.Popen, Path, Path]:
         settings = make_run(
             "slow",
             data={"heldout": [str(demo_assets / "heldout.jsonl")]},
-            evaluate={"num_prompts": 40, "max_new_tokens": 500, "validation_samples": 0},
+            evaluate={"device": "cpu", "num_prompts": 40, "max_new_tokens": 500, "validation_samples": 0, **evaluate},
             train={"max_steps": 20},
             checkpoint={"every_steps": 5},
             observe={"console": "plain"},
-            flow={"verifier_device": "cpu", **flow},
         )
         log = tmp_path / "log"
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
@@ -195,7 +195,7 @@ def slow_run(make_run: MakeRun, demo_assets: Path, tmp_path: Path):
         process.wait()
 
 
-def verifier_of(process: subprocess.Popen, log: Path, run_dir: Path) -> int:
+def evaluator_of(process: subprocess.Popen, log: Path, run_dir: Path) -> int:
     """The evaluator: the only process that stands back with `nice` 10."""
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
@@ -218,9 +218,9 @@ def gone_within(pids: list[int], seconds: float) -> None:
         time.sleep(0.05)
 
 
-def test_training_goes_on_without_a_verifier_that_was_killed(slow_run) -> None:
+def test_training_goes_on_without_an_evaluator_that_was_killed(slow_run) -> None:
     process, run_dir, log = slow_run()
-    os.kill(verifier_of(process, log, run_dir), signal.SIGKILL)
+    os.kill(evaluator_of(process, log, run_dir), signal.SIGKILL)
     assert process.wait(200) == 0, log.read_text()
     shown = log.read_text()
     assert shown.count("the evaluator was killed by SIGKILL; training goes on without real decoding") == 1
@@ -230,8 +230,8 @@ def test_training_goes_on_without_a_verifier_that_was_killed(slow_run) -> None:
 
 
 def test_the_end_waits_within_its_bound_and_leaves_no_process(slow_run) -> None:
-    process, run_dir, log = slow_run(verifier_wait_s=0.5)
-    evaluator = verifier_of(process, log, run_dir)
+    process, run_dir, log = slow_run(wait_s=0.5)
+    evaluator = evaluator_of(process, log, run_dir)
     everyone = children_of(process.pid)
     assert evaluator in everyone
     assert process.wait(200) == 0, log.read_text()
@@ -242,7 +242,7 @@ def test_the_end_waits_within_its_bound_and_leaves_no_process(slow_run) -> None:
 
 def test_nothing_outlives_a_trainer_that_was_killed(slow_run) -> None:
     process, run_dir, log = slow_run()
-    evaluator = verifier_of(process, log, run_dir)
+    evaluator = evaluator_of(process, log, run_dir)
     everyone = children_of(process.pid)
     assert evaluator in everyone
     process.kill()
@@ -250,14 +250,13 @@ def test_nothing_outlives_a_trainer_that_was_killed(slow_run) -> None:
     gone_within(everyone, 20)
 
 
-def test_a_verifier_that_cannot_start_costs_a_warning(make_run: MakeRun, tmp_path: Path) -> None:
+def test_an_evaluator_that_cannot_start_costs_a_warning(make_run: MakeRun, tmp_path: Path) -> None:
     (tmp_path / "text.jsonl").write_text('{"text": "no chat"}\n', encoding="utf-8")
     settings = make_run(
         "odd",
         data={"heldout": [str(tmp_path / "text.jsonl")], "store": str(tmp_path / "store")},
-        evaluate={**FEW, "validation_samples": 0},
+        evaluate={**FEW, "validation_samples": 0, "device": "cpu"},
         train={"max_steps": 3},
-        flow={"verifier_device": "cpu"},
     )
     assert main(["train", str(settings)]) == 0
     (warning,) = [entry["text"] for entry in events(run_dir_of(settings), "warning")]
@@ -267,8 +266,8 @@ def test_a_verifier_that_cannot_start_costs_a_warning(make_run: MakeRun, tmp_pat
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"flow": {"verifier_device": "cpu"}}, "there are no held-out prompts to decode"),
-        ({"flow": {"verifier_device": "cuda:77"}}, "evaluate.device: cuda:77: this machine has no CUDA device"),
+        ({"evaluate": {"device": "cpu"}}, "there are no held-out prompts to decode"),
+        ({"evaluate": {"device": "cuda:77"}}, "evaluate.device: cuda:77: this machine has no CUDA device"),
         ({"checkpoint": {"keep_best": "decode/tau"}}, "is measured by the evaluator alone"),
     ],
 )

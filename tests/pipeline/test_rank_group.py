@@ -9,27 +9,28 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import rank_group
+from paceline.config import FlowConfig
 from paceline.errors import StageError
-from paceline.pipeline.coordinator import Coordinator
+from paceline.pipeline.coordinator import Coordinator, Work
+from paceline.pipeline.feature_pool import FeaturePool
 from paceline.pipeline.messages import Failed, Ready
-from paceline.pipeline.multinode import RankInfo
+from paceline.pipeline.multinode import ALONE, rank_groups
 from paceline.pipeline.prefetch import Prefetcher
 from paceline.pipeline.process import WorkerProcess
+from paceline.pipeline.telemetry import RemoteObserver
 from paceline.types import PlannedStep
 
 
 @pytest.fixture
 def ranks() -> Generator[list[WorkerProcess], None, None]:
     """Two ranks that have found one another."""
-    meeting = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    places = [RankInfo("127.0.0.1", meeting.port, "test", rank, 2, False) for rank in range(2)]
-    workers = [WorkerProcess(f"drafter {n}", rank_group.RankStage, (place,)) for n, place in enumerate(places)]
-    yield workers
-    for worker in workers:
-        worker.stop(0.0)
+    with rank_groups(ALONE, 2) as groups:
+        workers = [WorkerProcess(f"drafter {n}", rank_group.RankStage, (group,)) for n, group in enumerate(groups)]
+        yield workers
+        for worker in workers:
+            worker.stop(0.0)
 
 
 def answers(ranks: list[WorkerProcess], message: Any) -> list[Any]:
@@ -60,20 +61,21 @@ def test_a_rank_whose_weights_stray_by_one_bit_ends_the_run(ranks: list[WorkerPr
 
 
 def test_the_killed_rank_is_named_not_the_one_that_misses_it(ranks: list[WorkerProcess]) -> None:
-    orders, feed = [PlannedStep(1, 0, 0, range(2), save=False)], Prefetcher(iter([]), 1)
-    hub = Coordinator([], ranks, num_buffers=2, feed=feed, orders=orders, delivery="ready", stall_limit_s=60.0)
+    feed, pool = Prefetcher(iter([]), 1), FeaturePool(2, 1, 1, torch.float32)
+    work = Work([PlannedStep(1, 0, 0, range(2), save=False)], feed)
+    saves: Any = None  # no checkpoint is planned
+    coordinator = Coordinator([], ranks, pool, work, FlowConfig(), saves=saves, telemetry=RemoteObserver())
     try:
         with pytest.raises(StageError, match="stage drafter 1 was killed by SIGKILL while working on nothing"):
-            for _ in hub._await_ready():
-                raise AssertionError("no step was taken")
+            coordinator._prepare()
             ranks[0].send(("meet",))
             os.kill(ranks[1].process.pid or 0, signal.SIGKILL)
             ranks[1].process.join()
             while not ranks[0].connection.poll(0.1):
                 pass
             ranks[0].lost_peer = False
-            list(hub._receive(ranks[0]))
+            list(coordinator._receive(ranks[0]))
             assert ranks[0].lost_peer
-            list(hub._listen())
+            list(coordinator._listen())
     finally:
         feed.close()

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from paceline.atomic_files import ASIDE
 from paceline.checkpoint import checkpoints
 from paceline.checkpoint.retention import Best
 from paceline.config import CheckpointConfig
@@ -32,35 +33,35 @@ class Known:
 
 
 def saving(known: Known, clock: list[float], first_step: int = 0, **config: Any) -> CheckpointPolicy:
-    orders = [PlannedStep(s, 0, s - 1, range(2 * s - 2, 2 * s), save=s % 5 == 0) for s in range(1, 21)]
+    steps = [PlannedStep(s, 0, s - 1, range(2 * s - 2, 2 * s), save=s % 5 == 0) for s in range(1, 21)]
     settings = SimpleNamespace(checkpoint=CheckpointConfig(**config))
-    run: Any = SimpleNamespace(settings=settings, orders=orders, first_step=first_step)
+    run: Any = SimpleNamespace(settings=settings, steps=steps, first_step=first_step)
     return CheckpointPolicy(run, known, clock=lambda: clock[0])
 
 
-def order(step: int) -> PlannedStep:
+def planned(step: int) -> PlannedStep:
     return PlannedStep(step, 0, step - 1, range(2), save=step % 5 == 0)
 
 
 def test_by_steps_and_by_time_since_the_one_before() -> None:
     clock = [100.0]
     saves = saving(Known(), clock, every_minutes=2.0)
-    assert not saves.due(order(1)) and saves.due(order(5))
+    assert not saves.due(planned(1)) and saves.due(planned(5))
     clock[0] += 119
-    assert not saves.due(order(6))
+    assert not saves.due(planned(6))
     clock[0] += 2
-    assert saves.due(order(6))
+    assert saves.due(planned(6))
     saves.announce(6)
-    assert not saves.due(order(7))
+    assert not saves.due(planned(7))
     clock[0] += 121
-    assert saves.due(order(8))
+    assert saves.due(planned(8))
 
 
 def test_without_minutes_time_does_not_matter() -> None:
     clock = [0.0]
     saves = saving(Known(), clock)
     clock[0] = 1e9
-    assert not saves.due(order(4)) and saves.due(order(5))
+    assert not saves.due(planned(4)) and saves.due(planned(5))
 
 
 def test_a_metric_counts_for_the_first_checkpoint_after_it_was_measured() -> None:
@@ -76,9 +77,9 @@ def test_a_metric_counts_for_the_first_checkpoint_after_it_was_measured() -> Non
 
 
 def test_after_a_error_the_checkpoint_that_is_being_written_gets_its_name(tmp_path: Path) -> None:
-    known = checkpoints.checkpoint_path(tmp_path, 3).with_name("step-00000003.part")
+    known = checkpoints.checkpoint_path(tmp_path, 3).with_name(f"step-00000003{ASIDE}")
     final = checkpoints.checkpoint_path(tmp_path, 8)
-    part = final.with_name(final.name + checkpoints.ASIDE)
+    part = final.with_name(final.name + ASIDE)
     for path in (known, part):
         path.mkdir(parents=True)
     asked: list[int] = []

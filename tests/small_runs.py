@@ -10,7 +10,17 @@ from typing import Any
 import pytest
 import yaml
 
+from paceline.config import load_settings
+from paceline.run.build import build_run, resolve_models
+from paceline.run.run import Run
+
 MakeRun = Callable[..., Path]
+
+
+def built(settings_file: Path) -> Run:
+    """The run of a settings file, whose store is there."""
+    settings = load_settings(settings_file)
+    return build_run(settings, resolve_models(settings))
 
 
 def merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from paceline.atomic_files import ASIDE
 from paceline.checkpoint import checkpoints, run_directory
 from paceline.checkpoint.retention import Best
 from paceline.config import validate_settings
@@ -43,7 +44,7 @@ def test_prunes_the_oldest_and_only_after_the_new_one_is_whole(tmp_path: Path) -
 def test_half_written_checkpoints_do_not_count(tmp_path: Path) -> None:
     checkpoints.write_checkpoint(tmp_path, 5, state(5), keep_last=2)
     half = checkpoints.checkpoint_path(tmp_path, 9)
-    half.with_name(half.name + ".part").mkdir()
+    half.with_name(half.name + ASIDE).mkdir()
     without_note = checkpoints.checkpoint_path(tmp_path, 8)
     without_note.mkdir()
     assert checkpoints.steps(tmp_path) == [5]
@@ -80,7 +81,7 @@ def test_a_damaged_checkpoint_is_one_clear_line(tmp_path: Path) -> None:
     folder = checkpoints.write_checkpoint(tmp_path, 5, state(5), keep_last=1)
     with (folder / checkpoints.WEIGHTS).open("r+b") as file:
         file.truncate((folder / checkpoints.WEIGHTS).stat().st_size // 2)
-    with pytest.raises(CheckpointError, match=r"damaged .* remove this checkpoint to go on from the one before"):
+    with pytest.raises(CheckpointError, match=r"damaged .* remove this checkpoint to resume from the one before"):
         checkpoints.read_checkpoint(tmp_path, 5)
 
 
@@ -141,7 +142,11 @@ def test_a_damaged_newest_falls_back_to_the_one_before(tmp_path: Path, name: str
     path.write_bytes(content)
     step, warnings = checkpoints.resume_point(tmp_path)
     assert step == 5 and len(warnings) == 1
-    assert "step-00000009: damaged" in warnings[0] and "goes on from step 5" in warnings[0] and "\n" not in warnings[0]
+    assert (
+        "step-00000009: damaged" in warnings[0]
+        and "the run continues from step 5" in warnings[0]
+        and "\n" not in warnings[0]
+    )
     checkpoints.quarantine_after(tmp_path, 5)
     assert checkpoints.steps(tmp_path) == [5] and checkpoints.resume_point(tmp_path) == (5, ())
     assert (tmp_path / "checkpoints" / "step-00000009.damaged" / name).read_bytes() == content
@@ -178,10 +183,10 @@ def test_a_checkpoint_without_its_note_is_damaged(tmp_path: Path) -> None:
 def test_what_a_kill_left_is_cleared(tmp_path: Path) -> None:
     checkpoints.write_checkpoint(tmp_path, 5, state(5), keep_last=2)
     whole = checkpoints.checkpoint_path(tmp_path, 5)
-    for name in ("step-00000009.part", "step-00000001.old", "step-00000007.damaged"):
+    for name in (f"step-00000009{ASIDE}", "step-00000001.old", "step-00000007.damaged"):
         whole.with_name(name).mkdir()
     kept = checkpoints.export_path(tmp_path, 5)
-    for path in (kept, kept.with_name(".step-00000009.writing-17")):
+    for path in (kept, kept.with_name(f"step-00000009{ASIDE}")):
         path.mkdir(parents=True)
     checkpoints.clear_unfinished(tmp_path)
     assert [path.name for path in kept.parent.iterdir()] == ["step-00000005"]

@@ -1,4 +1,4 @@
-"""The corridor from chats to checkpoint, with real parts: pipeline equals inline, and nothing is lost."""
+"""From chats to checkpoint with real parts: pipeline equals inline, and nothing is lost."""
 
 from __future__ import annotations
 
@@ -17,9 +17,12 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from corridor.processes import children_of
 from paceline.checkpoint import checkpoints
 from paceline.cli import main
+from paceline.run.learner_factory import learner_factory
+from paceline.target_model.load import load_target
+from processes import children_of
+from small_runs import built
 
 MakeRun = Callable[..., Path]
 
@@ -58,19 +61,14 @@ def wait_for_checkpoint(process: subprocess.Popen, run_dir: Path, step: int, log
 
 def replayed(settings_file: Path, steps: int) -> dict[str, torch.Tensor]:
     """One learner trained in this process on the windows that a run with several drafter ranks planned."""
-    from paceline.config import load_settings
-    from paceline.run.build import build_run, host_batches
-    from paceline.run.learner_factory import learner_factory
-    from paceline.target_model.load import load_target
-
-    run = build_run(load_settings(settings_file))
+    run = built(settings_file)
     target = load_target(run.settings.target, run.taps)
     learner = dataclasses.replace(learner_factory(run), first_step=0)()
-    batches = host_batches(run, run.orders[:steps])
-    for order in run.orders[:steps]:
-        for _ in order.batches:
+    batches = run.plan.host_batches(run.steps[:steps], range(run.num_ranks), run.num_ranks)
+    for planned in run.steps[:steps]:
+        for _ in planned.batches:
             learner.accumulate(target.features(next(batches)))
-        learner.step(order)
+        learner.step(planned)
     return learner.state_dict()["network"]
 
 

@@ -19,9 +19,9 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from corridor.processes import children_of
 from paceline.checkpoint import checkpoints
 from paceline.cli import main
+from processes import children_of
 
 MakeRun = Callable[..., Path]
 TWO_RANKS = {"mode": "pipeline", "drafter_devices": ["cpu", "cpu"]}
@@ -125,7 +125,7 @@ def test_a_machine_that_dies_ends_the_others_in_a_line_and_all_go_on(
     wait_for_checkpoint(again, settings, before + 4, logs)
     again[1].send_signal(signal.SIGTERM)
     assert [machine.wait(60) for machine in again] == [0, 0], [log.read_text() for log in logs]
-    assert f"going on from {before}" in logs[0].read_text()
+    assert f"resuming after step {before}" in logs[0].read_text()
     stopped = checkpoints.newest_step(run_dir_of(settings))
     assert f"stopped at step {stopped} of 400, checkpoint written" in logs[0].read_text()
     assert f"machine 1 of 2 is done at step {stopped}" in logs[1].read_text()

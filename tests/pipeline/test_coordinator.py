@@ -1,4 +1,4 @@
-"""The hub with real processes: windows never depend on timing, and no failure hangs."""
+"""The coordinator with real processes: windows never depend on timing, and no failure hangs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -17,13 +17,14 @@ import pytest
 import torch
 
 import simulated_stages as stages
+from paceline.config import FlowConfig
 from paceline.errors import Interrupted, StageError
-from paceline.pipeline.coordinator import Coordinator
+from paceline.pipeline.coordinator import Coordinator, Saves, Work
 from paceline.pipeline.feature_pool import FeaturePool
-from paceline.pipeline.messages import Saves
 from paceline.pipeline.prefetch import Prefetcher
 from paceline.pipeline.process import WorkerProcess
-from paceline.types import HostBatch, PlannedBatch, PlannedStep, StepReport
+from paceline.pipeline.telemetry import RemoteObserver
+from paceline.types import HostBatch, PlannedBatch, PlannedStep, StepReport, StepTimes
 
 
 def host(index: int, window: int, replica: int = 0) -> HostBatch:
@@ -34,11 +35,21 @@ def host(index: int, window: int, replica: int = 0) -> HostBatch:
     return HostBatch(planned, ids, ids > 0, np.array([4, 4]), empty, np.array([0, 0]))
 
 
-def orders_of(windows: int, accumulate: int, every: int = 1000) -> list[PlannedStep]:
+def steps_of(windows: int, accumulate: int, every: int = 1000) -> list[PlannedStep]:
     return [
         PlannedStep(w + 1, 0, w, range(w * accumulate, (w + 1) * accumulate), save=(w + 1) % every == 0)
         for w in range(windows)
     ]
+
+
+class AsPlanned:
+    """Checkpoints where the plan says so."""
+
+    def due(self, planned: PlannedStep) -> bool:
+        return planned.save
+
+    def announce(self, step: int) -> dict[str, int]:
+        return {}
 
 
 @contextmanager
@@ -56,62 +67,65 @@ def joined(
     drafter_error: tuple[str, int] = ("", -1),
     feed: Iterator[HostBatch] | None = None,
     stop: Callable[[], bool] = lambda: False,
-    witness: Notes | None = None,
+    telemetry: Notes | None = None,
     every: int = 1000,
     saves: Saves | None = None,
-    probe: HostBatch | None = None,
+    largest: Sequence[HostBatch] = (),
+    validation: Sequence[HostBatch] = (),
+    outstanding: int = 1,
 ) -> Iterator[tuple[Coordinator, list[WorkerProcess]]]:
-    orders = orders_of(windows, accumulate, every)
     items = feed or (host(i, i // accumulate, i % drafters) for i in range(windows * accumulate))
     pool = FeaturePool(buffers, 1, 1, torch.float32)
     workers = [
-        WorkerProcess(f"target {n}", stages.SimulatedTarget, (pool, n, delay_s, *target_error)) for n in range(targets)
+        WorkerProcess(
+            f"target {n}", stages.SimulatedTarget, (pool, n, delay_s, *target_error), max_outstanding=outstanding
+        )
+        for n in range(targets)
     ]
     ranks = [
         WorkerProcess(f"drafter {n}", stages.SimulatedDrafter, (pool, 100 + n, delay_s / 2, *drafter_error))
         for n in range(drafters)
     ]
     prefetcher = Prefetcher(items, 4)
+    work = Work(steps_of(windows, accumulate, every), prefetcher, validation, largest)
+    flow = FlowConfig(delivery=delivery, stall_limit_s=stall_limit_s)
     try:
-        yield (
-            Coordinator(
-                workers,
-                ranks,
-                num_buffers=buffers,
-                feed=prefetcher,
-                orders=orders,
-                delivery=delivery,
-                stall_limit_s=stall_limit_s,
-                stop_requested=stop,
-                saves=saves,
-                witness=witness,
-                probe=probe,
-                buffer_bytes=10,
-                token_bytes=2,
-            ),
-            [*workers, *ranks],
+        coordinator = Coordinator(
+            workers,
+            ranks,
+            pool,
+            work,
+            flow,
+            saves=saves or AsPlanned(),
+            telemetry=telemetry or RemoteObserver(),
+            stop_requested=stop,
         )
+        yield coordinator, [*workers, *ranks]
     finally:
         prefetcher.close()
         for worker in (*workers, *ranks):
             worker.stop(1.0)
 
 
-def run(hub: Coordinator) -> list[StepReport]:
-    return list(hub.run())
+def run(coordinator: Coordinator) -> list[StepReport]:
+    return [report for report, _ in coordinator.run()]
+
+
+def times_of(coordinator: Coordinator) -> list[StepTimes]:
+    return [times for _, times in coordinator.run()]
 
 
 @pytest.mark.parametrize("targets", [1, 3])
 def test_ordered_delivery_trains_in_plan_order(targets: int) -> None:
-    with joined(targets=targets) as (hub, _):
-        reports = run(hub)
+    with joined(targets=targets) as (coordinator, _):
+        reports = run(coordinator)
     assert [report.step for report in reports] == [1, 2, 3, 4, 5, 6]
     assert [list(report.batches) for report in reports] == [list(range(4 * w, 4 * w + 4)) for w in range(6)]
 
 
 def test_ready_delivery_keeps_windows_whatever_the_timing() -> None:
-    with joined(delivery="ready", targets=3, delay_s=0.02, buffers=5, windows=8) as (hub, _):
-        reports = run(hub)
+    with joined(delivery="ready", targets=3, delay_s=0.02, buffers=5, windows=8) as (coordinator, _):
+        reports = run(coordinator)
     assert [sorted(report.batches) for report in reports] == [list(range(4 * w, 4 * w + 4)) for w in range(8)]
     assert any(list(report.batches) != sorted(report.batches) for report in reports), "the delays changed no order"
 
@@ -124,9 +138,9 @@ def test_windows_and_ranks_of_batches_never_depend_on_timing(
     """Delays of up to 40 ms a batch and stage, drawn anew for every worker, against windows of 6 micro-batches."""
     with joined(
         delivery=delivery, targets=targets, drafters=drafters, buffers=buffers, accumulate=6, windows=7, delay_s=0.04
-    ) as (hub, _):
-        reports = run(hub)
-    # Only the first rank's report goes on; it names what that rank trained.
+    ) as (coordinator, _):
+        reports = run(coordinator)
+    # Only the first rank's report is passed on; it names what that rank trained.
     expected = [[index for index in range(6 * w, 6 * w + 6) if (index - 6 * w) % drafters == 0] for w in range(7)]
     assert [sorted(report.batches) for report in reports] == expected
     if delivery == "ordered":
@@ -134,8 +148,8 @@ def test_windows_and_ranks_of_batches_never_depend_on_timing(
 
 
 def test_replicas_get_their_own_batches_and_all_take_each_step() -> None:
-    with joined(drafters=2, buffers=4, windows=3) as (hub, _):
-        reports = run(hub)
+    with joined(drafters=2, buffers=4, windows=3) as (coordinator, _):
+        reports = run(coordinator)
     assert [list(report.batches) for report in reports] == [[0, 2], [4, 6], [8, 10]]
 
 
@@ -146,8 +160,8 @@ class SlowToSay:
         self.taken_in: list[int] = []
         self.announced: list[tuple[int, list[int]]] = []
 
-    def due(self, order: PlannedStep) -> bool:
-        return order.step % 2 == 0
+    def due(self, planned: PlannedStep) -> bool:
+        return planned.step % 2 == 0
 
     def announce(self, step: int) -> dict[str, int]:
         self.announced.append((step, list(self.taken_in)))
@@ -158,8 +172,8 @@ class SlowToSay:
 def test_the_state_is_taken_after_its_report_and_before_the_next_window(delivery: str) -> None:
     """The simulated drafter refuses to save inside a window."""
     saves = SlowToSay()
-    with joined(windows=5, targets=3, buffers=5, delivery=delivery, saves=saves) as (hub, _):
-        for report in hub.run():
+    with joined(windows=5, targets=3, buffers=5, delivery=delivery, saves=saves) as (coordinator, _):
+        for report, _ in coordinator.run():
             saves.taken_in.append(report.step)
     assert saves.announced == [(2, [1, 2]), (4, [1, 2, 3, 4])]
     assert saves.taken_in == [1, 2, 3, 4, 5]
@@ -167,23 +181,23 @@ def test_the_state_is_taken_after_its_report_and_before_the_next_window(delivery
 
 def test_a_stop_saves_the_last_step_that_was_taken() -> None:
     saves = SlowToSay()
-    with joined(windows=50, saves=saves, stop=lambda: len(saves.taken_in) >= 3) as (hub, _):
-        for report in hub.run():
+    with joined(windows=50, saves=saves, stop=lambda: len(saves.taken_in) >= 3) as (coordinator, _):
+        for report, _ in coordinator.run():
             saves.taken_in.append(report.step)
     assert 3 <= saves.taken_in[-1] < 50
     assert saves.announced[-1] == (saves.taken_in[-1], saves.taken_in)
 
 
 def test_waits_are_reported_for_all_stages() -> None:
-    with joined() as (hub, _):
-        reports = run(hub)
+    with joined() as (coordinator, _):
+        times = times_of(coordinator)
     workers = {f"{s}/{w}" for s in ("target", "drafter") for w in ("busy", "starved", "blocked")}
-    assert set(reports[-1].waits_s) == workers | {"feed/busy", "feed/blocked"}
-    assert reports[-1].waits_s["target/busy"] > 0
+    assert set(times[-1].waits_s) == workers | {"feed/busy", "feed/blocked"}
+    assert times[-1].waits_s["target/busy"] > 0
 
 
 class Notes:
-    """A witness that keeps everything."""
+    """Telemetry that keeps everything."""
 
     def __init__(self) -> None:
         self.spans: list[tuple[str, str, float, float]] = []
@@ -204,11 +218,11 @@ class Notes:
         self.gauges.setdefault(name, []).append(value)
 
 
-def test_a_witness_sees_every_piece_of_work_when_it_was_done() -> None:
+def test_telemetry_sees_all_work_when_it_was_done() -> None:
     notes = Notes()
     began = time.time()
-    with joined(windows=3, witness=notes, every=2) as (hub, _):
-        run(hub)
+    with joined(windows=3, telemetry=notes, every=2) as (coordinator, _):
+        run(coordinator)
     batches = sorted(f"batch {index}" for index in range(12))
     for stage in ("feed", "target", "drafter"):
         names = [name for process, name, *_ in notes.spans if process.startswith(stage) and name.startswith("batch")]
@@ -224,15 +238,15 @@ def test_a_witness_sees_every_piece_of_work_when_it_was_done() -> None:
     assert all(made[name][1] <= drafted[name][1] for name in batches)
 
 
-def test_a_witness_sees_queues_and_memory() -> None:
+def test_telemetry_sees_queues_and_memory() -> None:
     notes = Notes()
-    with joined(windows=4, buffers=3, witness=notes) as (hub, _):
-        run(hub)
+    with joined(windows=4, buffers=3, telemetry=notes) as (coordinator, _):
+        run(coordinator)
     gauges = notes.gauges
     assert len(gauges["queue/free_buffers_items"]) == 4 and max(gauges["queue/free_buffers_items"]) <= 3
-    assert [10 * items for items in gauges["queue/free_buffers_items"]] == gauges["queue/free_buffers_bytes"]
-    # Every waiting batch of these has 8 real tokens, of 2 bytes a token here.
-    assert [16 * items for items in gauges["queue/features_items"]] == gauges["queue/features_bytes"]
+    assert [4 * items for items in gauges["queue/free_buffers_items"]] == gauges["queue/free_buffers_bytes"]
+    # Every waiting batch of these has 8 real tokens, of 4 bytes a token here.
+    assert [32 * items for items in gauges["queue/features_items"]] == gauges["queue/features_bytes"]
     assert gauges["queue/host_batches_items"][-1] == 0
     assert max(depth["free_buffers"] + depth["features"] for depth in notes.depths) <= 3
     for name in ("target_0", "target_1", "drafter_0"):
@@ -241,73 +255,121 @@ def test_a_witness_sees_queues_and_memory() -> None:
 
 @pytest.mark.parametrize("stage", ["target", "drafter"])
 def test_an_exception_names_stage_batch_samples_and_keeps_the_trace(stage: str) -> None:
-    with joined(**{f"{stage}_error": ("raise", 5)}) as (hub, _), pytest.raises(StageError) as caught:
-        run(hub)
+    with joined(**{f"{stage}_error": ("raise", 5)}) as (coordinator, _), pytest.raises(StageError) as caught:
+        run(coordinator)
     text = str(caught.value)
     assert stage in text and "batch 5 of epoch 0 (samples 50, 51)" in text and "a made-up error" in text
     assert "\n" not in text
     assert "Traceback" in caught.value.__notes__[0]
 
 
-def test_the_largest_batch_runs_first_on_one_target_after_the_other_and_nothing_else_changes() -> None:
+def test_the_largest_batches_run_first_on_all_workers() -> None:
     notes = Notes()
-    with joined(targets=3, windows=2, witness=notes, probe=host(77, 9)) as (hub, _):
-        reports = run(hub)
+    with joined(targets=3, windows=2, telemetry=notes, largest=[host(77, 9), host(78, 9)]) as (coordinator, _):
+        reports = run(coordinator)
     assert [list(report.batches) for report in reports] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert sorted(reports[0].ratios) == ["probed_77", "probed_78"]
     assert notes.told == ["features cross with a relative RMS error of 0.25 (flow.transport)"]
 
 
-def test_a_largest_batch_that_does_not_fit_is_named_before_anything_is_trained() -> None:
+def test_validation_batches_are_held_in_order_before_training() -> None:
+    notes = Notes()
+    with joined(targets=2, windows=2, telemetry=notes, validation=[host(n, 0) for n in (5, 3, 4)]) as (coordinator, _):
+        reports = run(coordinator)
+    assert list(reports[0].ratios) == ["held_5", "held_3", "held_4"]
+    assert [list(report.batches) for report in reports] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    names = [name for process, name, *_ in notes.spans if process == "drafter 0"]
+    assert names[:3] == ["validation batch 5", "validation batch 3", "validation batch 4"]
+
+
+def test_a_validation_batch_that_fails_is_named_as_one() -> None:
     with (
-        joined(target_error=("memory", -2), probe=host(77, 9)) as (hub, _),
-        pytest.raises(
-            StageError, match=r"target 0 failed on the memory probe, batch 77 of epoch 0 .samples 770, 771.: O"
-        ),
+        joined(target_error=("raise", 5), windows=1, validation=[host(5, 0)]) as (coordinator, _),
+        pytest.raises(StageError, match=r"target 0 failed on validation batch 5 of epoch 0 .samples 50, 51.: Val"),
     ):
-        run(hub)
+        run(coordinator)
+
+
+@pytest.mark.parametrize(("error", "stage"), [(("memory", -2), "target"), (("kill", 77), "drafter")])
+def test_a_largest_batch_that_does_not_fit_is_named_first(error: tuple[str, int], stage: str) -> None:
+    with (
+        joined(**{f"{stage}_error": error}, largest=[host(77, 9)]) as (coordinator, _),
+        pytest.raises(StageError, match=rf"{stage} 0 .* the memory probe, batch 77 of epoch 0 .samples 770, 771."),
+    ):
+        run(coordinator)
+
+
+def test_two_tasks_may_be_outstanding_at_a_target() -> None:
+    """Each target is sent its second batch before it has answered the first; windows stay as planned."""
+    with joined(targets=2, outstanding=2, buffers=6, windows=4, delivery="ready") as (coordinator, workers):
+        most = 0
+        for report, _ in coordinator.run():
+            most = max(most, *(len(worker.outstanding) for worker in workers[:2]))
+            assert sorted(report.batches) == list(range(4 * (report.step - 1), 4 * report.step))
+    assert most == 2
+
+
+def test_time_without_a_free_buffer_is_blocked_not_starved() -> None:
+    """A drafter that needs long holds both buffers: the target waits for one of them, and for nothing else."""
+    with joined(targets=1, windows=2, accumulate=4, buffers=2, delay_s=0.0, drafter_error=("slow", 1)) as (
+        coordinator,
+        _,
+    ):
+        times = times_of(coordinator)
+    waits = times[0].waits_s
+    assert waits["target/blocked"] > 0.5 > 5 * waits["target/starved"], waits
+
+
+def test_every_worker_is_in_every_report() -> None:
+    with joined(targets=2, drafters=2, buffers=4, windows=3) as (coordinator, _):
+        times = times_of(coordinator)
+    for taken in times:
+        assert set(taken.workers) == {"target_0", "target_1", "drafter_0", "drafter_1"}
+        assert [taken.workers[f"drafter_{n}"].batches for n in range(2)] == [2, 2]
+        assert [taken.workers[f"drafter_{n}"].real_tokens for n in range(2)] == [16, 16]
+    assert sum(taken.workers[f"target_{n}"].batches for taken in times for n in range(2)) == 12
 
 
 @pytest.mark.parametrize("stage", ["target", "drafter"])
 def test_a_killed_worker_is_named(stage: str) -> None:
     with (
-        joined(targets=1, **{f"{stage}_error": ("kill", 5)}) as (hub, _),
+        joined(targets=1, **{f"{stage}_error": ("kill", 5)}) as (coordinator, _),
         pytest.raises(StageError, match=rf"stage {stage} 0 was killed by SIGKILL while working on batch 5"),
     ):
-        run(hub)
+        run(coordinator)
 
 
 def test_a_killed_fork_server_is_not_blamed_on_a_worker() -> None:
     """Its end looks like that of all workers; nobody knows how theirs was."""
-    with joined(windows=40, delay_s=0.05) as (hub, workers):
-        reports = hub.run()
-        next(reports)
+    with joined(windows=40, delay_s=0.05) as (coordinator, workers):
+        steps = coordinator.run()
+        next(steps)
         server = int(Path(f"/proc/{workers[0].process.pid}/stat").read_text().rpartition(")")[2].split()[1])
         assert server != os.getpid()
         os.kill(server, signal.SIGKILL)
-        with pytest.raises(StageError, match="0 was lost with the server that starts all workers, which was killed,"):
-            list(reports)
-    with joined(windows=2) as (hub, _):
-        assert len(run(hub)) == 2
+        with pytest.raises(StageError, match="0 ended together with the server that starts all workers"):
+            list(steps)
+    with joined(windows=2) as (coordinator, _):
+        assert len(run(coordinator)) == 2
 
 
 @pytest.mark.parametrize("stage", ["target", "drafter"])
 def test_a_stuck_worker_is_named(stage: str) -> None:
     with (
-        joined(targets=1, stall_limit_s=8.0, **{f"{stage}_error": ("hang", 5)}) as (hub, _),
+        joined(targets=1, stall_limit_s=8.0, **{f"{stage}_error": ("hang", 5)}) as (coordinator, _),
         pytest.raises(StageError, match=rf"stage {stage} 0 has shown no progress .* batch 5 of epoch 0"),
     ):
-        run(hub)
+        run(coordinator)
 
 
 def test_a_worker_that_cannot_start_is_named() -> None:
     worker = WorkerProcess("target 0 (cuda:9)", stages.cannot_start, ())
-    feed = Prefetcher(iter([]), 1)
-    hub = Coordinator(
-        [worker], [], num_buffers=2, feed=feed, orders=orders_of(1, 1), delivery="ordered", stall_limit_s=60
-    )
+    feed, pool = Prefetcher(iter([]), 1), FeaturePool(2, 1, 1, torch.float32)
+    work = Work(steps_of(1, 1), feed)
+    coordinator = Coordinator([worker], [], pool, work, FlowConfig(), saves=AsPlanned(), telemetry=RemoteObserver())
     try:
         with pytest.raises(StageError, match=r"target 0 .cuda:9. failed on start-up: OSError: no such device"):
-            run(hub)
+            run(coordinator)
     finally:
         feed.close()
         worker.stop(0.0)
@@ -318,24 +380,27 @@ def test_a_feed_that_raises_stops_the_run() -> None:
         yield host(0, 0)
         raise KeyError("row 7")
 
-    with joined(feed=broken()) as (hub, _), pytest.raises(StageError, match="stage feed failed: KeyError: 'row 7'"):
-        run(hub)
+    with (
+        joined(feed=broken()) as (coordinator, _),
+        pytest.raises(StageError, match="stage feed failed: KeyError: 'row 7'"),
+    ):
+        run(coordinator)
 
 
 def test_a_stop_ends_after_the_open_window_and_saves() -> None:
     asked = []
-    with joined(stop=lambda: bool(asked)) as (hub, _):
+    with joined(stop=lambda: bool(asked)) as (coordinator, _):
         steps = []
-        for report in hub.run():
+        for report, _ in coordinator.run():
             steps.append(report.step)
             if report.step == 2:
                 asked.append(True)
-        assert steps == list(range(1, hub.last_step + 1)) and 2 <= hub.last_step < 6
+        assert steps == list(range(1, coordinator.last_step + 1)) and 2 <= coordinator.last_step < 6
 
 
 def test_a_stop_during_start_up_trains_nothing() -> None:
-    with joined(stop=lambda: True) as (hub, _), pytest.raises(Interrupted, match="nothing was trained"):
-        run(hub)
+    with joined(stop=lambda: True) as (coordinator, _), pytest.raises(Interrupted, match="nothing was trained"):
+        run(coordinator)
 
 
 def test_children_end_when_the_parent_dies(tmp_path: Path) -> None:
@@ -366,7 +431,7 @@ def test_shared_memory_that_is_too_small_is_refused_with_what_to_lower() -> None
 
 
 def test_workers_are_gone_after_stop() -> None:
-    with joined(windows=1) as (hub, workers):
-        run(hub)
+    with joined(windows=1) as (coordinator, workers):
+        run(coordinator)
         pids = [worker.process.pid for worker in workers]
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)

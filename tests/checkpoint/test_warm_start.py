@@ -18,6 +18,7 @@ from paceline.errors import ConfigError, ExportError
 from paceline.export.speculators import write_speculators
 from paceline.export.zlab import write_zlab
 from paceline.target_model.facts import describe
+from small_runs import built
 
 MakeRun = Callable[..., Path]
 
@@ -40,13 +41,6 @@ def folder_of(drafter, demo_assets: Path, tmp_path: Path) -> Callable[..., Path]
     return write
 
 
-def composed(settings: Path):
-    from paceline.config import load_settings
-    from paceline.run.build import build_run
-
-    return build_run(load_settings(settings))
-
-
 @pytest.mark.parametrize(("format", "dtype"), [("zlab", "float32"), ("speculators", "bfloat16")])
 def test_the_run_begins_with_the_folders_weights(
     make_run: MakeRun, folder_of, drafter, finished: Path, format: str, dtype: str
@@ -54,7 +48,7 @@ def test_the_run_begins_with_the_folders_weights(
     from paceline.run.learner_factory import learner_factory
 
     folder = folder_of(format, dtype)
-    run = composed(make_run(drafter={"init": str(folder)}))
+    run = built(make_run(drafter={"init": str(folder)}))
     learner = learner_factory(run)()
     for name, tensor in drafter[1].items():
         mine = learner.network.state_dict()[name]
@@ -91,7 +85,7 @@ def test_a_run_goes_on_without_its_folder(make_run: MakeRun, folder_of) -> None:
 def test_another_shape_says_which_settings_it_needs(make_run: MakeRun, folder_of) -> None:
     settings = make_run(drafter={"init": str(folder_of("zlab")), "num_layers": 2, "rope_theta": 7.0})
     with pytest.raises(ConfigError, match=r"to go on from it, set drafter.num_layers: 1, ") as caught:
-        composed(settings)
+        built(settings)
     assert len(caught.value.errors) == 1 and "drafter.rope_theta: " in str(caught.value)
     assert not settings.with_suffix("").joinpath("settings.yaml").exists()
 
@@ -100,8 +94,8 @@ def test_the_settings_it_names_are_enough(make_run: MakeRun, folder_of) -> None:
     """Taps of another drafter: the line can be put into the settings as it stands."""
     folder = folder_of("zlab", taps=(0, 2))
     with pytest.raises(ConfigError, match=r"set target.taps: \[0, 2\]$"):
-        composed(make_run(drafter={"init": str(folder)}))
-    assert composed(make_run(drafter={"init": str(folder)}, target={"taps": [0, 2]})).first_step == 0
+        built(make_run(drafter={"init": str(folder)}))
+    assert built(make_run(drafter={"init": str(folder)}, target={"taps": [0, 2]})).first_step == 0
 
 
 def test_another_targets_drafter_is_refused(make_run: MakeRun, folder_of) -> None:
@@ -111,16 +105,16 @@ def test_another_targets_drafter_is_refused(make_run: MakeRun, folder_of) -> Non
     config["mask_token_id"] = 5
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigError, match=r"was made for another target, with vocab_size 99; .* has hidden_size "):
-        composed(make_run(drafter={"init": str(folder)}))
+        built(make_run(drafter={"init": str(folder)}))
 
 
 def test_no_drafter_folder_is_one_line(make_run: MakeRun, tmp_path: Path) -> None:
     with pytest.raises(ExportError) as caught:
-        composed(make_run(drafter={"init": str(tmp_path / "nothing")}))
+        built(make_run(drafter={"init": str(tmp_path / "nothing")}))
     assert len(caught.value.errors) == 1
 
 
 def test_the_setting_is_written_out(make_run: MakeRun, folder_of) -> None:
     folder = folder_of("zlab")
-    run = composed(make_run(drafter={"init": str(folder)}))
+    run = built(make_run(drafter={"init": str(folder)}))
     assert yaml.safe_load((run.run_dir / "settings.yaml").read_text())["drafter"]["init"] == str(folder)

@@ -1,0 +1,209 @@
+"""All optimizer steps of a run and their micro-batches: the plans of its epochs, one after another.
+
+Nothing here is stored: a plan is a pure function of lengths, settings, replicas, seed and epoch.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from paceline.checkpoint.retention import VALIDATION
+from paceline.config import PlanConfig, Settings
+from paceline.data.collate import collate
+from paceline.data.store import TokenStore
+from paceline.drafter.anchors import sample_anchors
+from paceline.drafter.spec import DrafterSpec
+from paceline.errors import DataError
+from paceline.plan.entries import groups_of_tags
+from paceline.plan.epoch import EpochPlan, plan_epoch
+from paceline.types import HostBatch, PlannedBatch, PlannedStep, TargetFacts
+
+Place = tuple[int, int]
+"""(epoch, index): where in the plans a micro-batch is."""
+
+
+def epoch_plan(
+    settings: Settings, spec: DrafterSpec, source: TokenStore, epoch: int, replicas: int | None = None
+) -> EpochPlan:
+    """The plan of one epoch.
+
+    Args:
+        settings, spec, source: of the run.
+        epoch: 0-based.
+        replicas: drafter ranks to plan for; None: those of one machine.
+    """
+    weights = settings.plan.weights
+    return plan_epoch(
+        source.lengths,
+        source.eligible,
+        settings.plan,
+        num_anchors=settings.drafter.num_anchors,
+        block_size=spec.block_size,
+        replicas=len(settings.flow.drafter_devices) if replicas is None else replicas,
+        seed=settings.seed,
+        epoch=epoch,
+        groups=groups_of_tags(source.names(), weights) if weights else None,
+    )
+
+
+@dataclass(frozen=True)
+class Largest:
+    """The largest micro-batches of a run.
+
+    Attributes:
+        real_tokens: most real tokens of one.
+        padded_tokens: most padded tokens of one, the target's work, and its place.
+        positions: most draft positions of one, the drafter's work, and its place.
+    """
+
+    real_tokens: int = 0
+    padded_tokens: tuple[int, Place] = (0, (0, 0))
+    positions: tuple[int, Place] = (0, (0, 0))
+
+    def over(self, plan: EpochPlan) -> Largest:
+        """This, or more where a plan has larger micro-batches; of equal ones the first."""
+        if not plan.num_batches:
+            return self
+        batches = plan.batches
+        starts = batches.offsets[:-1]
+        real = np.add.reduceat(plan.lengths[batches.order], starts)[plan.sequence]
+        padded = plan.counts * plan.widths if not batches.packed else real
+        positions = plan.given.anchors_of(batches.order) * plan.given.block_size
+        drafted = np.add.reduceat(positions, starts)[plan.sequence]
+
+        def larger(known: tuple[int, Place], sizes: np.ndarray) -> tuple[int, Place]:
+            at = int(sizes.argmax())
+            return (int(sizes[at]), (plan.epoch, at)) if sizes[at] > known[0] else known
+
+        return Largest(
+            max(self.real_tokens, int(real.max())), larger(self.padded_tokens, padded), larger(self.positions, drafted)
+        )
+
+
+class TrainingPlan:
+    """The steps of a run.
+
+    Args:
+        settings, spec, facts, source: of the run.
+        replicas: drafter ranks that it is planned for: those that the run was started with.
+
+    Attributes:
+        steps: every optimizer step of the run.
+        largest: its largest micro-batches.
+
+    Raises:
+        DataError: no step can be planned.
+    """
+
+    def __init__(
+        self, settings: Settings, spec: DrafterSpec, facts: TargetFacts, source: TokenStore, replicas: int
+    ) -> None:
+        self.replicas = replicas
+        self._settings, self._spec, self._source = settings, spec, source
+        self._pad_id = facts.pad_token_id if facts.pad_token_id is not None else 0
+        self.epoch = functools.lru_cache(maxsize=2)(self._epoch)
+        """The plan of an epoch, by its 0-based number."""
+        self.largest = Largest()
+        self.steps = self._planned_steps()
+        if not self.steps:
+            raise DataError(f"{source.path}: no optimizer step can be planned from its {len(source.lengths)} rows")
+
+    def _epoch(self, epoch: int) -> EpochPlan:
+        return epoch_plan(self._settings, self._spec, self._source, epoch, self.replicas)
+
+    def _planned_steps(self) -> list[PlannedStep]:
+        train, limit = self._settings.train, self._settings.train.max_steps
+        windows: list[tuple[int, int, range]] = []
+        for epoch in range(train.epochs):
+            if limit is not None and len(windows) >= limit:
+                break
+            plan = self.epoch(epoch)
+            self.largest = self.largest.over(plan)
+            windows += [(epoch, window, plan.window(window)) for window in range(plan.num_windows)]
+        save, validate = self._settings.checkpoint.every_steps, self._settings.evaluate.every_steps
+        by_validation = (self._settings.checkpoint.keep_best or "").startswith(VALIDATION)
+        windows, steps = windows[:limit], []
+        for step, window in enumerate(windows, 1):
+            last = step == len(windows)
+            saved = step % save == 0 or last
+            measured = step % validate == 0 or last or (saved and by_validation)
+            steps.append(PlannedStep(step, *window, save=saved, validate=measured))
+        return steps
+
+    def host_batches(self, steps: Sequence[PlannedStep], ranks: range, num_ranks: int) -> Iterator[HostBatch]:
+        """Host batches of these steps in plan order: those that some of the drafter ranks train.
+
+        Args:
+            steps: of this plan.
+            ranks: whose batches are made.
+            num_ranks: of all machines.
+        """
+        for planned in steps:
+            for index in planned.batches:
+                if planned.rank_of(index, num_ranks) in ranks:
+                    yield self._collated(self.epoch(planned.epoch).batch(index))
+
+    def largest_batches(self) -> list[HostBatch]:
+        """The host batches with most padded tokens and with most draft positions; one where they are the same."""
+        places = dict.fromkeys((self.largest.padded_tokens[1], self.largest.positions[1]))
+        return [self._collated(self.epoch(epoch).batch(index)) for epoch, index in places]
+
+    def _collated(self, planned: PlannedBatch) -> HostBatch:
+        settings = self._settings
+        return collate(
+            planned,
+            self._source,
+            sample_anchors,
+            seed=settings.seed,
+            num_anchors=settings.drafter.num_anchors,
+            pad_id=self._pad_id,
+        )
+
+    def validation_batches(self, heldout: TokenStore | None) -> list[HostBatch]:
+        """Host batches of the first held-out samples, with the same anchors in every run and at every step.
+
+        They keep the budgets of training. Samples that no micro-batch of training could hold are left out.
+
+        Args:
+            heldout: the tokenized held-out samples; None where there are none.
+        """
+        if heldout is None:
+            return []
+        settings, num_anchors = self._settings, self._settings.drafter.num_anchors
+        limits = PlanConfig(
+            token_budget=settings.plan.token_budget,
+            draft_position_budget=settings.plan.draft_position_budget,
+            max_samples=settings.plan.max_samples,
+            accumulate=1,
+        )
+        widths = -(-heldout.lengths // limits.width_multiple) * limits.width_multiple
+        positions = np.minimum(heldout.eligible, num_anchors) * self._spec.block_size
+        fits = (widths <= limits.token_budget) & (positions <= (limits.draft_position_budget or np.inf))
+        rows = np.flatnonzero(fits)[: settings.evaluate.validation_samples]
+        if not len(rows):
+            return []
+        plan = plan_epoch(
+            heldout.lengths[rows],
+            heldout.eligible[rows],
+            limits,
+            num_anchors=num_anchors,
+            block_size=self._spec.block_size,
+            seed=0,
+            epoch=0,
+        )
+        batches = [plan.batch(index) for index in range(plan.num_batches)]
+        return [
+            collate(
+                replace(planned, rows=rows[planned.rows]),
+                heldout,
+                sample_anchors,
+                seed=0,
+                num_anchors=num_anchors,
+                pad_id=self._pad_id,
+            )
+            for planned in batches
+        ]
