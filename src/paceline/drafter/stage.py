@@ -82,13 +82,10 @@ class DrafterStage:
         """The features of a task's buffer: a view of it on CPUs; on a GPU a copy, made beside what computes there."""
         tokens = int(message.host.lengths.sum())
         if self._copies is None:
-            last = self._pool.last_view(message.buffer, tokens)
-            return FeatureBatch(message.host, self._pool.read(message.buffer, tokens), last)
+            return FeatureBatch(message.host, *self._pool.read(message.buffer, tokens))
         device = self._learner.device
         with on_stream(self._copies):
-            features = self._pool.read(message.buffer, tokens).to(device, non_blocking=True)
-            last = self._pool.last_view(message.buffer, tokens)
-            last = None if last is None else last.to(device, non_blocking=True)
+            features, last = self._pool.read(message.buffer, tokens, device)
         # The buffer is handed back once the copy has been made, whatever is still computing.
         self._copies.synchronize()
         for moved in (features, last):
