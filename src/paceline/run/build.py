@@ -138,7 +138,7 @@ def build_run(settings: Settings, machines: Nodes = ALONE) -> Run:
     """
     check_support(settings, machines.place)
     facts, taps, spec = resolve_spec(settings)
-    source = open_store(settings.store_path)
+    source = open_store(settings.store_path, verify=settings.data.verify)
     check_mask_token(source, spec.mask_token_id, facts.vocab_size)
     replicas = machines.agree({}, _replicas(settings, machines))
     extent = LargestBatch()
@@ -155,7 +155,7 @@ def build_run(settings: Settings, machines: Nodes = ALONE) -> Run:
     run_dir, first, heldout, damaged = Path(settings.run_dir), 0, None, ()
     if machines.first:
         if settings.evaluate.validation_samples and settings.heldout_store_path.is_dir():
-            heldout = open_store(settings.heldout_store_path)
+            heldout = open_store(settings.heldout_store_path, verify=settings.data.verify)
         check_saving(settings, spec, facts, heldout is not None)
         check_background_evaluation(settings)
         of_run = {**_facts_of_run(facts, spec, source, orders, replicas), **_init(settings, spec)}
