@@ -7,8 +7,9 @@ bytes, as on a real card. Computation is not delayed. Threads other than the one
     with fake_cuda(monkeypatch, cards=4) as cuda:
         learner = make_learner(spec, device="cuda:3")
 
-A copy is "from the card" (it takes the values of now) unless its source is page-locked memory of the host; then it
-reads the source when it is done, so that a buffer that was given back too early shows.
+A copy that is queued behind the computation (on the card's own stream) takes the values of now. Others, on a stream
+beside it or from page-locked memory of the host, read their source when they are done, so that memory that is used
+again too early shows.
 """
 
 from __future__ import annotations
@@ -23,6 +24,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 aten = torch.ops.aten
+COPIES = {
+    *(aten.copy_, aten._to_copy, aten.clone, aten.view, aten.slice, aten.select, aten.detach, aten.alias),
+    *(aten.unsqueeze, aten.as_strided, aten._unsafe_view, aten.set_),
+}
+"""Operations that read no values, or give them on unchanged."""
 
 
 class FakeStream:
@@ -32,6 +38,7 @@ class FakeStream:
         self.cuda, self.device = cuda, cuda.numbered(device)
         self.queue: list[Callable[[], None]] = []
         self.done = 0
+        self.waited_for: list[FakeStream | None] = []
         cuda.streams.append(self)
 
     def run_to(self, count: int) -> None:
@@ -45,6 +52,7 @@ class FakeStream:
 
     def wait_event(self, event: FakeEvent) -> None:
         """What follows on this stream sees what came before the event: nothing here is delayed but copies."""
+        self.waited_for.append(event.stream)
         event.synchronize()
 
     def wait_stream(self, stream: FakeStream) -> None:
@@ -80,6 +88,7 @@ class FakeCuda(TorchDispatchMode):
         contexts: cards on which anything was done.
         locked: page-locked ranges of memory, (begin, end).
         copies: copies that were queued.
+        only_copies: whether page-locked memory may be viewed and copied alone: no pass of the host over it.
     """
 
     def __init__(self, cards: int) -> None:
@@ -89,6 +98,7 @@ class FakeCuda(TorchDispatchMode):
         self.locked: dict[int, int] = {}
         self.streams: list[FakeStream] = []
         self.copies = 0
+        self.only_copies = False
         self._cards_of_memory: dict[int, int] = {}
         self._defaults = {number: FakeStream(self, number) for number in range(cards)}
         self._chosen = dict(self._defaults)
@@ -155,6 +165,9 @@ class FakeCuda(TorchDispatchMode):
         if torch.device(kwargs.get("device") or "cpu").type == "cuda":
             card = self.touch(kwargs["device"])
             kwargs["device"] = torch.device("cpu")
+        if self.only_copies and func.overloadpacket not in COPIES:
+            large = [value for value in args if isinstance(value, Tensor) and value.numel() > 64]
+            assert not any(map(self.is_locked, large)), f"{func} passes over page-locked memory of the host"
         if func is aten.copy_.default and (kwargs.get("non_blocking") or (len(args) > 2 and args[2])):
             return self._later(args[0], args[1])
         if func is aten._to_copy.default and kwargs.pop("non_blocking", False) and self.is_locked(args[0]):
@@ -178,9 +191,10 @@ class FakeCuda(TorchDispatchMode):
     def _later(self, target: Tensor, source: Tensor) -> Tensor:
         self.copies += 1
         from_host = self.is_locked(source)
-        card = self.current if from_host else self.card_of(source)
-        target, source = target.detach(), source.detach() if from_host else source.detach().clone()
-        self._chosen[self.touch(card)].queue.append(lambda: target.copy_(source))
+        card = self.touch(self.current if from_host else self.card_of(source))
+        late = from_host or self._chosen[card] is not self._defaults[card]
+        target, source = target.detach(), source.detach() if late else source.detach().clone()
+        self._chosen[card].queue.append(lambda: target.copy_(source))
         return target
 
 

@@ -18,6 +18,7 @@ from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -141,6 +142,15 @@ class Mark:
         return earlier.event.elapsed_time(self.event) / 1e3
 
 
+def to_device(values: np.ndarray, name: Name) -> Tensor:
+    """Values of the host on a device; the host does not wait for what is queued there."""
+    tensor, device = torch.from_numpy(np.ascontiguousarray(values)), main_device(name)
+    if device.type == "cuda":
+        # From memory that is not page-locked the copy would wait for everything before it.
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
+
+
 def side_stream(name: Name) -> torch.cuda.Stream | None:
     """A queue for copies that run beside what the device computes; None on a CPU."""
     device = main_device(name)
@@ -156,6 +166,13 @@ def stream_waits(stream: torch.cuda.Stream | None, mark: Mark) -> None:
     """What is queued on a stream from now on begins after the mark."""
     if stream is not None and mark.event is not None:
         stream.wait_event(mark.event)
+
+
+def compute_waits(name: Name, mark: Mark) -> None:
+    """What the device computes from now on begins after the mark."""
+    device = main_device(name)
+    if device.type == "cuda":
+        stream_waits(torch.cuda.current_stream(device), mark)
 
 
 def used_by_compute(tensor: Tensor, name: Name) -> None:

@@ -44,7 +44,7 @@ def store(tmp_path):
     write_table(pa.Table.from_pydict(index, INDEX_SCHEMA), folder / INDEX)
     sources = [RowSource(name, "jsonl", "x") for name in ("a.jsonl", "b.jsonl")]
     report = PrepareReport(str(folder), "x", count, count, count, {}, {}, 0, 0, 0)
-    (folder / MANIFEST).write_bytes(msgspec.json.encode(Manifest(FORMAT, "x", {}, sources, report)))
+    (folder / MANIFEST).write_bytes(msgspec.json.encode(Manifest(FORMAT, "x", {}, sources, {}, report)))
     return folder
 
 

@@ -493,3 +493,87 @@ def test_batches_carry_what_the_teacher_reads():
     learner = teacher_learner(spec, lambda rows: rows @ frozen(spec)[1].T, terms={"lk": 1.0}, name="dpace")
     learner.accumulate(batch)
     assert isinstance(batch, FeatureBatch) and close_window(learner).loss.denominator > 0
+
+
+@pytest.mark.parametrize("weighting", ["token", "anchor", "sample"])
+def test_dpace_gradient_is_that_of_plain_autograd_with_fixed_weights(weighting):
+    """Weights are the drafter's own chances, and must be held fixed: with their gradient the loss is another one."""
+    spec = small_spec()
+    objective = {"name": "dpace", "weighting": weighting}
+    learner, plain = make_learner(spec, objective=objective), make_learner(spec, objective=objective)
+    batch = make_batch(spec, [20, 31], num_anchors=6)
+    learner.accumulate(batch)
+    host, table = batch.host, build_blocks(batch.host, spec)
+    blocks = F.embedding(torch.from_numpy(table.tokens), plain._embedding)
+    hidden = plain.network.training_forward(batch.features, host.lengths, host.anchors, host.anchor_counts, blocks)
+    logits = hidden[:, spec.first_draft_slot :] @ plain._head.T
+    labels = torch.from_numpy(table.labels)
+    losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(labels.shape)
+    weights = torch.tensor([slow_dpace(*row, 0.5) for row in zip(losses.tolist(), table.live, strict=True)])
+    documents = torch.from_numpy(table.documents)
+    if weighting == "anchor":
+        weights = weights / weights.sum(1, keepdim=True)
+    elif weighting == "sample":
+        weights = weights / torch.stack([weights[documents == n].sum() for n in documents])[:, None]
+    (weights * losses).sum().backward()
+    for name, gradient in gradient_of(plain).items():
+        torch.testing.assert_close(gradient_of(learner)[name], gradient, rtol=1e-4, atol=1e-5)
+
+
+def test_each_step_takes_the_values_that_its_schedules_have_in_it():
+    """γ, the shares of terms, noise and learning rate: none a step late or early."""
+    spec, steps = small_spec(), 6
+    way = {"first_step": 1, "last_step": 4}
+    learner = teacher_learner(
+        spec,
+        lambda rows: rows @ frozen(spec)[1].T,
+        drafter={"noise": {"kind": "gaussian", "ratio": 0.1, "ratio_end": 0.9, **way}},
+        gamma=1.0,
+        gamma_end=8.0,
+        terms={"ce": 1.0, "kl": 0.5},
+        terms_end={"ce": 0.1, "kl": 2.0},
+        **way,
+    )
+    for step in range(steps):
+        share = min(1.0, max(0.0, (step - 1) / 3))
+        batch = make_batch(spec, LENGTHS, last_hidden=True, seed=step)
+        learner.accumulate(batch)
+        report = close_window(learner, step + 1)
+        weights = np.exp(-np.arange(spec.num_drafts) / (1.0 + 7.0 * share)) * build_blocks(batch.host, spec).live
+        assert report.loss.denominator == pytest.approx(weights.sum(), rel=1e-5)
+        assert report.ratios["schedule/gamma"].value == pytest.approx(1.0 + 7.0 * share)
+        noise = [report.ratios[f"noise/snr_tap_{tap}"].value ** -0.5 for tap in (0, 1)]
+        assert noise == pytest.approx([0.1 + 0.8 * share] * 2, rel=0.2)
+        assert report.ratios["schedule/noise_ratio"].value == pytest.approx(0.1 + 0.8 * share)
+        assert report.learning_rate == learner.rates.at(step)
+    shares = {}
+    for share, terms in ((1.0, {"ce": 0.1, "kl": 2.0}), (0.0, {"ce": 1.0, "kl": 0.5})):
+        fixed = teacher_learner(spec, lambda rows: rows @ frozen(spec)[1].T, terms=terms)
+        fixed.accumulate(make_batch(spec, LENGTHS, last_hidden=True))
+        shares[share] = close_window(fixed).loss.numerator
+    moving = teacher_learner(
+        spec, lambda rows: rows @ frozen(spec)[1].T, terms={"ce": 1.0, "kl": 0.5}, terms_end={"ce": 0.1, "kl": 2.0}
+    )
+    moving.accumulate(make_batch(spec, LENGTHS, last_hidden=True))
+    assert close_window(moving).loss.numerator == pytest.approx(shares[0.0], rel=1e-6)
+
+
+def test_losses_and_sums_are_float32_in_bfloat16():
+    """The window's loss is that of the very logits of bfloat16, summed without their rounding."""
+    spec = small_spec(vocab_size=50)
+    learner = make_learner(spec, dtype="bfloat16")
+    batch = make_batch(spec, [60, 70, 80], num_anchors=40, dtype=torch.bfloat16)
+    host, table = batch.host, build_blocks(batch.host, spec)
+    blocks = F.embedding(torch.from_numpy(table.tokens), learner._embedding)
+    with torch.no_grad():
+        hidden = learner.network.training_forward(
+            batch.features, host.lengths, host.anchors, host.anchor_counts, blocks
+        )
+        logits = (hidden[:, 1:] @ learner._head.T).double()
+    labels = torch.from_numpy(table.labels)
+    losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(labels.shape).numpy()
+    weights = np.exp(-np.arange(spec.num_drafts) / learner.gammas.at(0)) * table.live
+    learner.accumulate(batch)
+    loss = close_window(learner).loss
+    assert loss.numerator == pytest.approx(float((weights * losses).sum()), rel=1e-6)
+    assert loss.denominator == pytest.approx(float(weights.sum()), rel=1e-6)

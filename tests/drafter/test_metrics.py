@@ -37,3 +37,13 @@ def test_acceptance_metrics_against_brute_force():
         assert (conditional.numerator, conditional.denominator) == (sum(correct[b, j] for b in reached), len(reached))
         assert ratios[f"accuracy/slot_{j + 1}"].numerator == sum(correct[b, j] for b in marginal)
         assert ratios[f"accuracy/slot_{j + 1}"].denominator == len(marginal)
+
+
+def test_window_sums_lose_nothing_beside_large_ones():
+    """In float32, 2 ** 24 + 1 is 2 ** 24."""
+    metrics = WindowMetrics(1, torch.device("cpu"))
+    for value in (2.0**24, *[1.0] * 100):
+        metrics.add("x", torch.tensor([value]))
+        metrics.add_loss(0, 0, torch.tensor(value), torch.tensor(1.0))
+    sums = metrics.fetch()[0].sums
+    assert sums["x"].tolist() == [2**24 + 100] and sums["loss/0"].tolist() == [2**24 + 100, 101]

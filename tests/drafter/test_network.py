@@ -200,3 +200,53 @@ def test_no_copy_of_a_weight_is_kept_for_the_backward_pass():
     expected = torch.nn.functional.linear(x, linear.weight.bfloat16())
     found = torch.autograd.grad(expected.float().square().sum(), (x, linear.weight))
     assert torch.equal(output, expected) and torch.equal(found[0], x.grad) and torch.equal(found[1], linear.weight.grad)
+
+
+@pytest.mark.parametrize("gradient", [False, True])
+def test_rms_norm_is_float32_in_bfloat16(gradient):
+    """Each value is the exact one, rounded once; in bfloat16 most would be off by several last places."""
+    generator = torch.Generator().manual_seed(0)
+    norm = RMSNorm(300, 1e-6)
+    with torch.no_grad():
+        norm.weight.normal_(1.0, 0.3, generator=generator)
+    x = torch.randn(50, 300, generator=generator).bfloat16().requires_grad_()
+    with torch.set_grad_enabled(gradient):
+        found = norm(x)
+    wide = x.detach().double().requires_grad_()
+    exact = torch.nn.functional.rms_norm(wide, (300,), norm.weight.detach().double(), 1e-6)
+    assert (found == exact.bfloat16()).float().mean() > 0.999
+    if gradient:
+        slope = torch.randn(50, 300, generator=generator).bfloat16()
+        found.backward(slope)
+        exact.backward(slope.double())
+        assert (x.grad == wide.grad.bfloat16()).float().mean() > 0.99
+
+
+def test_a_forward_that_must_never_change():
+    """Made when the published packages gave the same: rotary pairs, head mapping, gate and up, norms and windows.
+
+    Weights and inputs are sines, so they do not depend on a random generator.
+    """
+    spec = small_spec(layers=("sliding", "full"), causal=(True, False), sliding_window=5)
+    network = Drafter(spec)
+
+    def sines(*shape, phase):
+        return torch.sin(torch.arange(1, 1 + int(np.prod(shape))).double().square() * 0.7 + phase).view(shape)
+
+    network.double()
+    with torch.no_grad():
+        for number, parameter in enumerate(network.parameters()):
+            parameter.copy_(sines(*parameter.shape, phase=number) * 0.4 + (parameter.ndim == 1))
+    features, blocks = sines(12, 32, phase=0.1), sines(2, 4, 16, phase=0.2)
+    with torch.no_grad():
+        hidden = network.training_forward(features, [12], [4, 9], [2], blocks)
+    found = hidden[:, :, ::5].flatten().tolist()
+    assert found == pytest.approx(GOLDEN, abs=1e-6)
+
+
+GOLDEN = [
+    -0.981919, -0.369965, -0.739958, -0.526135, -1.175118, -0.838433, 0.006591, -1.532730,
+    -0.601722, -0.518597, -0.104792, -0.575894, 0.086775, 0.258053, -0.652712, 0.287944,
+    0.303206, -0.176578, -1.469863, -0.229983, 0.821646, -0.671661, -0.857128, -1.134946,
+    -0.241135, -0.067806, -0.908128, -1.435580, -0.492672, -0.203120, 0.218408, -2.129870,
+]  # fmt: skip

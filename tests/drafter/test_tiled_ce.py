@@ -103,3 +103,18 @@ def test_no_tensor_of_all_logits_exists(monkeypatch, count):
     with Largest() as largest:
         head_cross_entropy(hidden, head, labels, 128)[0].sum().backward()
     assert largest.elements <= max(4096 * 8, 128 * 64, count * 8)
+
+
+def test_softmax_is_float32_in_bfloat16(monkeypatch):
+    """Logits that bfloat16 holds exactly: loss and gradient are off by float32's rounding, not by bfloat16's."""
+    monkeypatch.setitem(tiled_ce.VOCABULARY_TILE, "cpu", 64)
+    head = torch.randn(500, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
+    hidden = torch.eye(8).bfloat16().repeat(3, 1).requires_grad_()
+    labels = np.random.default_rng(0).integers(0, 500, 24)
+    losses, _ = head_cross_entropy(hidden, head, labels, 10)
+    logits = (hidden.detach().double() @ head.double().T).requires_grad_()
+    exact = F.cross_entropy(logits, torch.from_numpy(labels), reduction="none")
+    torch.testing.assert_close(losses.double(), exact, rtol=1e-6, atol=1e-6)
+    losses.sum().backward()
+    (slope,) = torch.autograd.grad(exact.sum(), logits)
+    torch.testing.assert_close(hidden.grad.double(), slope @ head.double(), rtol=0.02, atol=2e-3)

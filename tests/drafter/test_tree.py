@@ -87,3 +87,16 @@ def test_budget_many_tokens_are_enough():
     assert torch.equal(whole.streaks, short.streaks)
     torch.testing.assert_close(whole.surrogates, short.surrogates)
     assert (whole.streaks[1] >= whole.streaks[0]).all() and whole.streaks.max() > 1
+
+
+def test_a_sure_first_slot_before_an_unsure_second_one():
+    """Nearly all of the N best prefixes begin with the first token: ranks of the second slot must reach up to N."""
+    first = np.array([0.99, 0.004, 0.003, *[0.003 / 37] * 37])
+    second = np.full(40, 0.025) - np.arange(40) * 1e-4
+    chances = np.stack([first / first.sum(), second / second.sum(), second[::-1] / second.sum()])[None]
+    for label in (0, 7, 13, 14, 15):
+        tree = {prefix for prefix, _ in heap_tree(chances[0], 16)}
+        found = batched(chances, [[0, label, 39]], [[True] * 3], [16])
+        assert found.streaks[0, 0] == 1 + ((0, label) in tree)
+        expected = sum(chance for _, chance in heap_tree(chances[0], 16))
+        assert found.surrogates[0, 0] == pytest.approx(expected, rel=1e-9)

@@ -16,8 +16,8 @@ from paceline.drafter.stage import DrafterStage
 from paceline.errors import DrafterError, TargetError
 from paceline.pipeline.feature_pool import FeaturePool
 from paceline.pipeline.messages import DrafterTask, FeaturesReady, MemoryProbe, Probed, TargetTask
-from paceline.target_model.stage import TargetStage, require_finite
-from paceline.types import FeatureBatch, HostBatch, PlannedBatch
+from paceline.target_model.stage import TargetStage
+from paceline.types import HostBatch, PlannedBatch
 
 TAPS, HIDDEN = [1, 3, 5], 128
 
@@ -51,7 +51,7 @@ def test_a_probe_leaves_the_guarded_first_batch_as_it_would_be(stage: TargetStag
     (ready,) = stage.handle(TargetTask(batch, 1))
     assert ready == FeaturesReady(1)
     assert torch.equal(torch.get_rng_state(), state)
-    assert torch.equal(stage._pool.read(0, 51), stage._pool.read(1, 51))
+    assert torch.equal(stage._pool.read(0, 51)[0], stage._pool.read(1, 51)[0])
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), MemoryError()])
@@ -73,20 +73,3 @@ def test_a_drafter_that_runs_out_of_memory_says_what_to_lower() -> None:
     drafter = DrafterStage(lambda: learner, FeaturePool(2, 64, 12, torch.float32), None)
     with pytest.raises(DrafterError, match=r"96 draft positions over 51 tokens .*; lower drafter.positions_per_pass"):
         list(drafter.handle(DrafterTask(host([20, 31], [4, 9]), 0)))
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_features_that_are_no_numbers_are_refused_by_sample(value: float) -> None:
-    features = torch.ones(51, 12)
-    batch = FeatureBatch(host([20, 31], [4, 9]), features)
-    require_finite(batch)
-    features[25, 3] = value
-    with pytest.raises(TargetError, match=r"features of 1 tokens of samples \[9\] are not finite"):
-        require_finite(batch)
-
-
-def test_opposite_infinities_do_not_cancel() -> None:
-    features = torch.ones(51, 12)
-    features[0, 0], features[50, 1] = float("inf"), -float("inf")
-    with pytest.raises(TargetError, match=r"features of 2 tokens of samples \[4, 9\]"):
-        require_finite(FeatureBatch(host([20, 31], [4, 9]), features))

@@ -13,7 +13,8 @@ from paceline.config import EvaluateConfig
 from paceline.decode.session import TargetSession
 from paceline.errors import TargetError
 from paceline.evaluate.evaluate import evaluate
-from paceline.target_model.tap_guard import TOLERANCE, guard_first_batch
+from paceline.target_model.row_check import TOLERANCE
+from paceline.target_model.tap_guard import guard_first_batch
 from paceline.text import duration, size
 from paceline.types import PlannedStep
 

@@ -29,7 +29,7 @@ EXPORTS = "export"
 FREE_SECTIONS = ("flow", "checkpoint", "evaluate", "observe")
 """Sections that may change between two starts of one run: they do not change what is learned."""
 FREE_KEYS = (
-    *("target.path", "data.train", "data.heldout", "data.store", "data.workers"),
+    *("target.path", "data.train", "data.heldout", "data.store", "data.workers", "data.verify"),
     *("drafter.attention", "drafter.head", "drafter.head_chunk", "drafter.positions_per_pass"),
     *("drafter.diagnose_every", "drafter.diagnose_share"),
 )

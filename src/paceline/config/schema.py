@@ -96,6 +96,8 @@ class DataConfig(Section):
     on_not_written: Literal["drop", "text"] = "drop"
     """Where the chat template does not write a thought or a call of an answer: leave the chat out, or learn the text of
     its answers alone."""
+    verify: bool = True
+    """Compare each file of the store with its hash before training reads it for the first time."""
     workers: int = Field(default=1, ge=1)
     """Processes that tokenize."""
 

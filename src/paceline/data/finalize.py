@@ -41,9 +41,11 @@ from paceline.data.store import (
     FORMAT,
     INDEX,
     INDEX_SCHEMA,
+    MANIFEST,
     USED_IDS,
     Manifest,
     Part,
+    file_hash,
     part_name,
     read_table,
     write_manifest,
@@ -110,7 +112,10 @@ def finalize(made: UnfinishedStore, progress: Callable[[str, int, int], None]) -
         "set_aside": {reason: REASONS[reason] for reason in report.set_aside},
         "notes": {note: NOTES[note] for note in report.notes},
     }
-    manifest = Manifest(FORMAT, made.fingerprint, made.ingredients, list(made.sources), report, made.target, words)
+    files = {file.name: file_hash(file) for file in sorted(folder.iterdir()) if file.name != MANIFEST}
+    manifest = Manifest(
+        FORMAT, made.fingerprint, made.ingredients, list(made.sources), files, report, made.target, words
+    )
     write_manifest(folder, manifest)
     progress("finishing", 2, 3)
     atomic_files.take_place(folder, made.path)

@@ -11,6 +11,7 @@ Everything is memory-mapped; opening reads the index's columns only. Sample ids 
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -20,6 +21,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pyarrow as pa
+import xxhash
 
 from paceline import atomic_files
 from paceline.data.readers import RowSource
@@ -65,6 +67,7 @@ class Manifest:
         fingerprint: hash of `ingredients`.
         ingredients: hashes of rows, tokenizer and template, and the settings that decide the content.
         sources: data files, in the order of the index's `source`.
+        files: hash of the bytes of each other file of the store.
         report: of preparing.
         target: identity of the target whose answers these are, part by part; empty where it was not known.
         words: sentences for the reasons and notes in the report.
@@ -75,6 +78,7 @@ class Manifest:
     fingerprint: str
     ingredients: JsonDict
     sources: list[RowSource]
+    files: dict[str, str]
     report: PrepareReport
     target: dict[str, str] = field(default_factory=dict)
     words: dict[str, dict[str, str]] = field(default_factory=dict)
@@ -102,6 +106,12 @@ def write_table(table: pa.Table, path: Path) -> None:
         pa.ipc.new_file(sink, table.schema) as writer,
     ):
         writer.write_table(table.combine_chunks(), max_chunksize=max(1, table.num_rows))
+
+
+def file_hash(path: Path) -> str:
+    """Hash of a file's bytes, for damage that nobody meant: XXH3, as fast as they are read (blake2b: 0.6 GB/s)."""
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, xxhash.xxh3_128).hexdigest()
 
 
 def _broken(path: Path, why: str) -> DataError:
@@ -143,9 +153,10 @@ class TokenStore:
         path: the folder.
         manifest: its manifest.
         index: its index table.
+        verify: compare each file with its hash before it is read for the first time.
     """
 
-    def __init__(self, path: Path, manifest: Manifest, index: pa.Table) -> None:
+    def __init__(self, path: Path, manifest: Manifest, index: pa.Table, verify: bool) -> None:
         self.path = path
         self.manifest = manifest
         self.fingerprint: str = manifest.fingerprint
@@ -155,6 +166,7 @@ class TokenStore:
         self._lengths = _column(index, "length")
         self._eligible = _column(index, "eligible")
         self._parts: dict[int, Part] = {}
+        self._unverified = set(manifest.files) if verify else set[str]()
 
     def __len__(self) -> int:
         return len(self._lengths)
@@ -206,8 +218,9 @@ class TokenStore:
         """Token ids (int64 [length]) and loss mask (bool [length]) of each row, in the order asked for.
 
         Raises:
-            DataError: a row that the store does not have, or a broken part.
+            DataError: a row that the store does not have, or a file that is not as it was written.
         """
+        self._verify(INDEX)
         asked = np.asarray(rows, dtype=np.int64)
         if len(asked) and (asked.min() < 0 or asked.max() >= len(self)):
             raise DataError(f"{self.path}: rows {asked.min()} to {asked.max()} asked of {len(self)}")
@@ -215,20 +228,39 @@ class TokenStore:
         for number, row in zip(self._part[asked].tolist(), self._row[asked].tolist(), strict=True):
             part = self._parts.get(number)
             if part is None:
+                self._verify(part_name(number))
                 part = self._parts[number] = Part(self.path / part_name(number))
             found.append((part.ids(row).astype(np.int64), part.mask(row)))
         return found
 
+    def _verify(self, name: str) -> None:
+        if name not in self._unverified:
+            return
+        try:
+            found = file_hash(self.path / name)
+        except OSError as error:
+            raise _broken(self.path / name, first_line(error)) from error
+        if found != self.manifest.files[name]:
+            raise DataError(
+                f"{self.path / name}: damaged: its bytes are not those that were written; remove the store and run "
+                "`paceline prepare` again"
+            )
+        self._unverified.remove(name)
 
-def open_store(path: str | Path) -> TokenStore:
+
+def open_store(path: str | Path, *, verify: bool = True) -> TokenStore:
     """A store for reading.
+
+    Args:
+        path: its folder.
+        verify: see `TokenStore`.
 
     Raises:
         DataError: no store there, an unfinished one, another format, or a broken file.
     """
     folder = Path(path)
     manifest = read_manifest(folder)
-    return TokenStore(folder, manifest, read_table(folder / INDEX))
+    return TokenStore(folder, manifest, read_table(folder / INDEX), verify)
 
 
 def read_manifest(folder: Path) -> Manifest:

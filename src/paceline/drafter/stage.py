@@ -88,18 +88,15 @@ class DrafterStage(Stage):
     def _read(self, message: DrafterTask | ValidationTask | MemoryProbe) -> FeatureBatch:
         """The features of a task's buffer, in the host's memory."""
         tokens = int(message.host.lengths.sum())
-        last = self._pool.last_view(message.buffer, tokens)
-        return FeatureBatch(message.host, self._pool.read(message.buffer, tokens), last)
+        return FeatureBatch(message.host, *self._pool.read(message.buffer, tokens))
 
     def _fetch(self, message: DrafterTask | MemoryProbe) -> FeatureBatch:
         """The features of a task's buffer: a view of it on CPUs; on a GPU a copy, made beside what computes there."""
         if self._copies is None:
             return self._read(message)
-        device = self._learner.device
+        device, tokens = self._learner.device, int(message.host.lengths.sum())
         with on_stream(self._copies):
-            batch = self._read(message)
-            features = batch.features.to(device, non_blocking=True)
-            last = None if batch.last_hidden is None else batch.last_hidden.to(device, non_blocking=True)
+            features, last = self._pool.read(message.buffer, tokens, device)
         # The buffer is handed back once the copy has been made, whatever is still computing.
         self._copies.synchronize()
         for moved in (features, last):

@@ -21,6 +21,8 @@ Transport = Literal["exact", "bf16", "fp8"]
 """How features cross: as the target made them; as bfloat16; as float8 with a scale for each token and tap."""
 
 _FP8 = torch.float8_e4m3fn
+CONVERTED_AT_ONCE = 4096
+"""Tokens that are converted at once: in float32 a whole batch would need gigabytes."""
 
 
 class FeaturePool:
@@ -57,10 +59,9 @@ class FeaturePool:
         self.last_columns, self.transport, self.taps = last_columns, transport, taps
         self._stored = {"exact": dtype, "bf16": torch.bfloat16, "fp8": _FP8}[transport]
         self._check_room()
-        self.storage = torch.zeros((num_buffers, max_tokens * columns), dtype=self._stored).share_memory_()
-        self.last = torch.zeros((num_buffers, max_tokens * last_columns), dtype=dtype).share_memory_()
-        scales = max_tokens * taps if transport == "fp8" else 0
-        self.scales = torch.zeros((num_buffers, scales), dtype=torch.float32).share_memory_()
+        self.storage = _shared(num_buffers, max_tokens * columns, self._stored)
+        self.last = _shared(num_buffers, max_tokens * last_columns, dtype)
+        self.scales = _shared(num_buffers, max_tokens * taps if transport == "fp8" else 0, torch.float32)
 
     @property
     def token_bytes(self) -> int:
@@ -84,35 +85,59 @@ class FeaturePool:
         return self.last[buffer, : tokens * self.last_columns].view(tokens, self.last_columns)
 
     def place(self, buffer: int, tokens: int) -> Tensor | None:
-        """Where features are written straight away; None where `write` must convert them."""
+        """Where features of the host are written straight away; None where `write` must convert them."""
         return self.view(buffer, tokens) if self._stored == self.dtype else None
 
-    def write(self, buffer: int, features: Tensor) -> None:
-        """Features [S, N·H] into a buffer, converted; nothing to do for those that were written into `place`."""
+    def write(self, buffer: int, features: Tensor, last: Tensor | None = None) -> None:
+        """Features [S, N·H], and the last states [S, H], into a buffer; converted where they are.
+
+        From a GPU the copies are queued on the current stream, and the buffer holds the features once they are done.
+        Features that were written into `place` are left there.
+        """
         tokens = len(features)
+        view = self.view(buffer, tokens)
+        if self.transport == "fp8":
+            stored, scales = _to_fp8(features, self.taps)
+            self._scales(buffer, tokens).copy_(scales, non_blocking=True)
+        else:
+            stored = features.to(self._stored)
+        if stored.data_ptr() != view.data_ptr():
+            view.copy_(stored, non_blocking=True)
+        last_view = self.last_view(buffer, tokens)
+        if last_view is not None and last is not None:
+            last_view.copy_(last, non_blocking=True)
+
+    def read(self, buffer: int, tokens: int, device: torch.device | None = None) -> tuple[Tensor, Tensor | None]:
+        """Features [S, N·H] and last states [S, H] of a buffer, in their own type.
+
+        Args:
+            buffer: its number.
+            tokens: real tokens that it holds.
+            device: where they are wanted; converted there, and the copies are queued on the current stream. None: on
+                the host, where nothing is copied that need not be converted.
+        """
+        stored, last = self.view(buffer, tokens), self.last_view(buffer, tokens)
+        if device is not None:
+            stored = stored.to(device, non_blocking=True)
+            last = None if last is None else last.to(device, non_blocking=True)
+        if self.transport != "fp8":
+            return stored.to(self.dtype), last
+        scales = self._scales(buffer, tokens).to(stored.device, non_blocking=True)
+        return _from_fp8(stored, scales, self.dtype), last
+
+    def transport_error(self, features: Tensor) -> float:
+        """Relative RMS error that features get on their way, found where they are."""
         if self._stored == self.dtype:
-            return
-        if self.transport != "fp8":
-            self.view(buffer, tokens).copy_(features)
-            return
-        by_tap = features.view(tokens, self.taps, -1).float()
-        scales = by_tap.abs().amax(dim=-1).clamp_min(torch.finfo(torch.float32).tiny) / torch.finfo(_FP8).max
-        self.view(buffer, tokens).copy_((by_tap / scales[..., None]).to(_FP8).view(tokens, self.columns))
-        self._scales(buffer, tokens).copy_(scales)
-
-    def read(self, buffer: int, tokens: int) -> Tensor:
-        """The features of a buffer, [S, N·H], in their own type: the buffer itself where nothing was converted."""
-        stored = self.view(buffer, tokens)
-        if self.transport != "fp8":
-            return stored.to(self.dtype)
-        by_tap = stored.float().view(tokens, self.taps, -1) * self._scales(buffer, tokens)[..., None]
-        return by_tap.view(tokens, self.columns).to(self.dtype)
-
-    def error(self, buffer: int, features: Tensor) -> float:
-        """Relative RMS error of features that were written into a buffer."""
-        exact = features.float().cpu()
-        lost = self.read(buffer, len(features)).float() - exact
-        return float(lost.norm() / exact.norm().clamp_min(torch.finfo(torch.float32).tiny))
+            return 0.0
+        lost = torch.zeros((), dtype=torch.float64, device=features.device)
+        size = torch.zeros_like(lost)
+        for part in features.split(CONVERTED_AT_ONCE):
+            there = (
+                part.to(self._stored) if self.transport != "fp8" else _from_fp8(*_to_fp8(part, self.taps), self.dtype)
+            )
+            lost += (there.float() - part.float()).square().sum(dtype=torch.float64)
+            size += part.float().square().sum(dtype=torch.float64)
+        return float((lost / size.clamp_min(torch.finfo(torch.float64).tiny)).sqrt())
 
     def pin(self, device: str | torch.device) -> None:
         """Page-locks the buffers in this process for copies of a card, which then run beside its computation.
@@ -136,3 +161,34 @@ class FeaturePool:
                 f"{SHARED_MEMORY} has {free / 2**20:.0f} MiB free; lower plan.token_budget or flow.pool_buffers, "
                 "or give the container more (docker: --shm-size)"
             )
+
+
+def _shared(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+    """Zeros in shared memory; a page belongs to the memory bank of whichever process touches it first."""
+    if not rows * columns:
+        return torch.zeros((rows, columns), dtype=dtype)
+    storage = torch.UntypedStorage._new_shared(rows * columns * dtype.itemsize)
+    return torch.empty(0, dtype=dtype).set_(storage).view(rows, columns)
+
+
+def _to_fp8(features: Tensor, taps: int) -> tuple[Tensor, Tensor]:
+    """Features [S, N·H] as float8, and the scale of each token and tap, float32 [S, N]."""
+    stored = torch.empty_like(features, dtype=_FP8)
+    scales = torch.empty((len(features), taps), dtype=torch.float32, device=features.device)
+    for first in range(0, len(features), CONVERTED_AT_ONCE):
+        part = slice(first, first + CONVERTED_AT_ONCE)
+        by_tap = features[part].unflatten(1, (taps, -1)).float()
+        scale = by_tap.abs().amax(dim=-1).clamp_min(torch.finfo(torch.float32).tiny) / torch.finfo(_FP8).max
+        stored[part] = (by_tap / scale[..., None]).to(_FP8).flatten(1)
+        scales[part] = scale
+    return stored, scales
+
+
+def _from_fp8(stored: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """The features again, [S, N·H]."""
+    features = torch.empty_like(stored, dtype=dtype)
+    for first in range(0, len(stored), CONVERTED_AT_ONCE):
+        part = slice(first, first + CONVERTED_AT_ONCE)
+        by_tap = stored[part].float().unflatten(1, (scales.shape[1], -1)) * scales[part, :, None]
+        features[part] = by_tap.flatten(1).to(dtype)
+    return features

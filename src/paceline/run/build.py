@@ -80,14 +80,14 @@ def build_run(settings: Settings, models: Models, nodes: Nodes = ALONE) -> Run:
         PacelineError: one line per error.
     """
     facts, spec = models.facts, models.spec
-    source = open_store(settings.store_path)
+    source = open_store(settings.store_path, verify=settings.data.verify)
     check_mask_token(source, spec.mask_token_id, facts.vocab_size)
     replicas = nodes.agree({}, _replicas(settings, nodes))
     plan = TrainingPlan(settings, spec, facts, source, replicas)
     run_dir, first, heldout, damaged = Path(settings.run_dir), 0, None, ()
     if nodes.first:
         if settings.evaluate.validation_samples and settings.heldout_store_path.is_dir():
-            heldout = open_store(settings.heldout_store_path)
+            heldout = open_store(settings.heldout_store_path, verify=settings.data.verify)
         check_saving(settings, spec, facts, heldout is not None)
         check_background_evaluation(settings)
         of_run = {**_facts_of_run(models, source, plan), **_init(settings, spec)}

@@ -19,8 +19,8 @@ from paceline.target_model.facts import describe_target, first_line, model_class
 from paceline.target_model.files import read_header, resolve_folder, weight_files
 from paceline.target_model.introspect import Structure, find_structure
 from paceline.target_model.model import TargetModel
-from paceline.target_model.packed import prove_packed
 from paceline.target_model.quantize import quantised, quantization_options, stored_quantization, widen
+from paceline.target_model.row_check import needs_mask, prove_packed
 from paceline.target_model.taps import check_taps
 from paceline.types import TargetFacts
 
@@ -64,6 +64,8 @@ def load_target(
     target = TargetModel(model, structure, facts, taps, packed=settings.rows == "packed")
     if target.packed:
         prove_packed(target)
+    else:
+        target.masked = needs_mask(target)
     return target
 
 

@@ -5,14 +5,15 @@ Shape letters: B documents, W padded width, S real tokens of the batch, H hidden
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from paceline.device import on_stream, to_device
 from paceline.errors import TargetError
 from paceline.target_model.introspect import (
     ForwardStopped,
@@ -37,17 +38,25 @@ class TargetModel:
         facts: what its folder says.
         taps: tapped layer ids, in feature order.
         packed: whether the documents of a batch share one row, positions restarting, instead of a padded row each.
+        masked: whether padded rows get an attention mask; without it only where `row_check.needs_mask` says so.
         device, dtype: where ids go in and of what type features come out.
     """
 
     def __init__(
-        self, model: Any, structure: Structure, facts: TargetFacts, taps: Sequence[int], *, packed: bool = False
+        self,
+        model: Any,
+        structure: Structure,
+        facts: TargetFacts,
+        taps: Sequence[int],
+        *,
+        packed: bool = False,
+        masked: bool = True,
     ) -> None:
         self.model = model
         self.structure = structure
         self.facts = facts
         self.taps = list(taps)
-        self.packed = packed
+        self.packed, self.masked = packed, masked
         weight = structure.embedding.weight
         self.device: torch.device = weight.device
         self.dtype: torch.dtype = model.dtype
@@ -84,8 +93,20 @@ class TargetModel:
             self._head = _head_weight(self.structure, self.facts.path).to(self.device)
         return self._head
 
+    def with_layout(self, *, masked: bool, packed: bool, taps: Sequence[int] | None = None) -> TargetModel:
+        """The same loaded model, whose rows are computed in another way, or with other taps."""
+        taps = self.taps if taps is None else taps
+        return TargetModel(self.model, self.structure, self.facts, taps, packed=packed, masked=masked)
+
     @torch.no_grad()
-    def features(self, host: HostBatch, out: Tensor | None = None, *, with_last: bool = False) -> FeatureBatch:
+    def features(
+        self,
+        host: HostBatch,
+        out: Tensor | None = None,
+        *,
+        with_last: bool = False,
+        copies: torch.cuda.Stream | None = None,
+    ) -> FeatureBatch:
         """Tap outputs of the real tokens of a batch.
 
         Args:
@@ -93,6 +114,8 @@ class TargetModel:
             out: contiguous buffer of at least S · N · H numbers of the target's type to write into, on any device;
                 the result is then a view of it.
             with_last: also hand over the output of the last layer (teacher distributions need it).
+            copies: queue of the device in which states of taps on other cards arrive; where None, the device waits for
+                them itself.
 
         Returns:
             Features [S, N·H]; documents follow one another in row order.
@@ -107,26 +130,31 @@ class TargetModel:
                 f"{self.facts.vocab_size}; was the store made with another tokenizer?"
             )
         features, last = self.tap_rows(
-            torch.as_tensor(ids, device=self.device), host.lengths, out=out, with_last=with_last
+            to_device(ids, self.device), host.lengths, out=out, with_last=with_last, copies=copies
         )
         return FeatureBatch(host=host, features=features, last_hidden=last)
 
     @torch.no_grad()
     def tap_rows(
-        self, ids: Tensor, lengths: np.ndarray | Sequence[int], *, out: Tensor | None = None, with_last: bool = False
+        self,
+        ids: Tensor,
+        lengths: np.ndarray | Sequence[int],
+        *,
+        out: Tensor | None = None,
+        with_last: bool = False,
+        copies: torch.cuda.Stream | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Tap outputs of right-padded rows.
+        """Tap outputs of right-padded rows. On a GPU the host waits for nothing that is computed, but masks are made.
 
         Args:
             ids: int64 [B, W].
             lengths: real tokens of each row.
-            out: see `features`.
-            with_last: see `features`.
+            out, with_last, copies: see `features`.
 
         Returns:
             Features [S, N·H] and, when asked for, the last layer's output [S, H].
         """
-        keep = torch.as_tensor(real_positions(lengths, ids.shape[1]), device=self.device)
+        keep = to_device(real_positions(lengths, ids.shape[1]), self.device)
         if self.packed:
             arguments = packed_arguments(self.model, ids, lengths, keep)
             ids, keep = arguments["input_ids"], torch.arange(len(keep), device=self.device)
@@ -141,8 +169,10 @@ class TargetModel:
 
             def hook(module: nn.Module, args: Any, output: Any) -> None:
                 states = self._states(output, ids, place)
-                kept = states.reshape(-1, hidden).index_select(0, keep.to(states.device))
-                features[:, place * hidden : (place + 1) * hidden] = kept
+                here = keep.to(states.device)
+                with on_stream(None if states.device == features.device else copies):
+                    kept = states.reshape(-1, hidden).index_select(0, here)
+                    features[:, place * hidden : (place + 1) * hidden] = kept
                 if final:
                     raise ForwardStopped
 
@@ -158,15 +188,15 @@ class TargetModel:
         handles = [layers[at].register_forward_hook(tap(place, at == final)) for place, at in enumerate(self.taps)]
         if with_last:
             handles.append(layers[-1].register_forward_hook(take_last))
-        with hooked(handles), suppress(ForwardStopped):
+        with hooked(handles), suppress(ForwardStopped), nullcontext() if self.packed else _values_not_read():
             self.model(**arguments)
         return features, last[0] if last else None
 
     def _row_arguments(self, ids: Tensor, lengths: np.ndarray | Sequence[int]) -> dict[str, Any]:
         arguments = row_arguments(self.model, ids, explicit_positions=self.structure.explicit_positions)
-        real = torch.as_tensor(np.asarray(lengths), device=ids.device)
-        if "attention_mask" in forward_names(self.model) and int(np.min(lengths)) < ids.shape[1]:
-            arguments["attention_mask"] = (torch.arange(ids.shape[1], device=ids.device)[None] < real[:, None]).long()
+        if self.masked and "attention_mask" in forward_names(self.model) and int(np.min(lengths)) < ids.shape[1]:
+            real = np.arange(ids.shape[1])[None] < np.asarray(lengths)[:, None]
+            arguments["attention_mask"] = to_device(real.astype(np.int64), ids.device)
         return arguments
 
     def _states(self, output: Any, ids: Tensor, place: int) -> Tensor:
@@ -196,7 +226,7 @@ def packed_arguments(model: Any, ids: Tensor, lengths: np.ndarray | Sequence[int
     """Arguments of a forward over all real tokens in one row [1, S], positions starting at 0 in every document.
 
     No mask is given: transformers tells documents apart by the positions, which is proved at the start
-    (`packed.prove_packed`).
+    (`row_check.prove_packed`).
 
     Args:
         model: the target.
@@ -205,9 +235,31 @@ def packed_arguments(model: Any, ids: Tensor, lengths: np.ndarray | Sequence[int
         keep: places of the real tokens in the flattened rows, int64 [S].
     """
     arguments = row_arguments(model, ids.reshape(1, -1).index_select(1, keep))
-    parts = [torch.arange(int(length), device=ids.device) for length in lengths]
-    arguments["position_ids"] = torch.cat(parts)[None]
+    positions = np.concatenate([np.arange(length, dtype=np.int64) for length in lengths])
+    arguments["position_ids"] = to_device(positions[None], ids.device)
     return arguments
+
+
+@contextmanager
+def _values_not_read() -> Generator[None]:
+    """transformers does not look into ids and positions meanwhile, for padding and for several documents in a row.
+
+    The rows are right-padded, with one document each; the host would wait for the GPU to learn that.
+    """
+    from transformers import PreTrainedModel, masking_utils
+
+    looks = (
+        (masking_utils, "find_packed_sequence_indices"),
+        (PreTrainedModel, "warn_if_padding_and_no_attention_mask"),
+    )
+    before = [(owner, name, getattr(owner, name)) for owner, name in looks if hasattr(owner, name)]
+    for owner, name, _ in before:
+        setattr(owner, name, lambda *_: None)
+    try:
+        yield
+    finally:
+        for owner, name, original in before:
+            setattr(owner, name, original)
 
 
 def real_positions(lengths: np.ndarray | Sequence[int], width: int) -> np.ndarray:

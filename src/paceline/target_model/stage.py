@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 
-import numpy as np
 import torch
 
 from paceline.config import TargetConfig
@@ -12,8 +12,9 @@ from paceline.errors import TargetError
 from paceline.pipeline.feature_pool import FeaturePool
 from paceline.pipeline.messages import FeaturesReady, MemoryProbe, Probed, TargetTask, ValidationTask
 from paceline.pipeline.process import Stage
+from paceline.target_model.hand_over import HandOver, SentBatch
 from paceline.target_model.tap_guard import check_features, guard_first_batch
-from paceline.types import FeatureBatch, HostBatch
+from paceline.types import HostBatch
 
 GUARD_EVERY = 64
 """Batches between two checks of what a worker hands over, beyond that it is finite."""
@@ -37,34 +38,52 @@ class TargetStage(Stage):
 
         self._target = load_target(settings, taps, device)
         self._pool, self._device = pool, device
-        pool.pin(device)
+        self._hand_over = HandOver(pool, device)
+        self._sent: deque[tuple[TargetTask | ValidationTask | MemoryProbe, SentBatch]] = deque()
         self._handled = 0
 
     def handle(self, message: TargetTask | ValidationTask | MemoryProbe) -> Iterator[FeaturesReady | Probed]:
-        """Features of the batch's real tokens, [S, N·H], into the task's buffer."""
-        batch = self._run(message.host, message.buffer)
-        if isinstance(message, MemoryProbe):
-            yield Probed(self._pool.error(message.buffer, batch.features))
-            return
-        if self._handled == 0:
-            guard_first_batch(self._target, batch)
-        elif self._handled % GUARD_EVERY == 0:
-            check_features(batch, self._target.taps, self._target.facts.hidden_size)
-        self._handled += 1
-        yield FeaturesReady(message.buffer)
-
-    def _run(self, host: HostBatch, buffer: int) -> FeatureBatch:
-        tokens = int(host.lengths.sum())
-        last = self._pool.last_view(buffer, tokens)
+        """Compute the features of the batch's real tokens, [S, N·H], and queue their way into the task's buffer."""
         try:
-            batch = self._target.features(host, out=self._pool.place(buffer, tokens), with_last=last is not None)
+            self._sent.append((message, self._compute(message)))
         except (torch.OutOfMemoryError, MemoryError) as error:
-            raise TargetError(self._out_of_memory(host)) from error
-        require_finite(batch)
-        self._pool.write(buffer, batch.features)
-        if last is not None and batch.last_hidden is not None:
-            last.copy_(batch.last_hidden)
-        return batch
+            raise TargetError(self._out_of_memory(message.host)) from error
+        yield from self.answers()
+
+    def answers(self) -> Iterator[FeaturesReady | Probed]:
+        """Answers of the tasks whose features have arrived, oldest first; never waits."""
+        while self._sent and self._sent[0][1].arrived.reached():
+            message, sent = self._sent.popleft()
+            sent.check()
+            if isinstance(message, MemoryProbe):
+                yield Probed(self._pool.transport_error(sent.batch.features))
+            else:
+                yield FeaturesReady(sent.buffer)
+
+    def finish(self) -> Iterator[FeaturesReady | Probed]:
+        """Answers of all tasks that were begun, oldest first; waits until their features have arrived."""
+        while self._sent:
+            self._sent[0][1].arrived.wait()
+            yield from self.answers()
+
+    @property
+    def unanswered(self) -> int:
+        """Tasks that were begun and have no answer yet."""
+        return len(self._sent)
+
+    def _compute(self, message: TargetTask | ValidationTask | MemoryProbe) -> SentBatch:
+        tokens = int(message.host.lengths.sum())
+        out = self._hand_over.place(message.buffer, tokens)
+        batch = self._target.features(
+            message.host, out=out, with_last=self._pool.last_columns > 0, copies=self._hand_over.copies
+        )
+        if not isinstance(message, MemoryProbe):
+            if self._handled == 0:
+                guard_first_batch(self._target, batch, spare=self._hand_over.spare)
+            elif self._handled % GUARD_EVERY == 0:
+                check_features(batch, self._target.taps, self._target.facts.hidden_size)
+            self._handled += 1
+        return self._hand_over.send(message.buffer, batch)
 
     def _out_of_memory(self, host: HostBatch) -> str:
         """The byte plan of a batch that did not fit, and what to lower."""
@@ -81,22 +100,4 @@ class TargetStage(Stage):
             f"out of memory on {self._device} with {rows} rows of {width} tokens ({rows * width} padded): {shown}, and "
             "what a layer computes in between; lower plan.token_budget, or spread the target over several devices "
             "(target.device_map)"
-        )
-
-
-def require_finite(batch: FeatureBatch) -> None:
-    """Refuse features with a NaN or an infinity; one pass over them.
-
-    Raises:
-        TargetError: names the samples.
-    """
-    if bool(torch.isfinite(batch.features.sum(dtype=torch.float32))):
-        return
-    bad = (~torch.isfinite(batch.features)).any(dim=1).cpu().numpy()
-    of_document = np.repeat(np.arange(len(batch.host.lengths)), batch.host.lengths)
-    samples = [int(row) for row in batch.host.planned.rows[np.unique(of_document[bad])]]
-    if samples:
-        raise TargetError(
-            f"features of {int(bad.sum())} tokens of samples {samples[:8]}{' ...' if len(samples) > 8 else ''} are not "
-            "finite; look at the target's weights, or use a wider target.dtype"
         )

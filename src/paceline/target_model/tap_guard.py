@@ -3,6 +3,8 @@
 A worker runs `guard_first_batch` once and `check_features` on a sample of later batches. Each catches an error that
 trains without an error: states that are zero, constant or not finite; rows that see one another, the padding, or tokens
 after them; state left over from an earlier call; taps of the wrong layer.
+
+Everything is computed where the features are, some tokens at a time.
 """
 
 from __future__ import annotations
@@ -16,14 +18,13 @@ from torch import Tensor
 
 from paceline.errors import TargetError
 from paceline.target_model.model import TargetModel
-from paceline.target_model.packing_check import leaks
+from paceline.target_model.row_check import judged, leaks, relative_errors, tolerance
 from paceline.types import FeatureBatch
 
-TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 6e-2}
-"""Allowed relative error of a token's states between two batchings. In 16 bits it is the median over tokens that must
-keep it: a router may send single tokens elsewhere after a rounding error."""
 LONGEST_PROBE = 512
 """Rows are cut to this many tokens before they are run again."""
+CHECKED_AT_ONCE = 4096
+"""Tokens whose states are looked at in float32 at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,17 +35,15 @@ class TapStatistics:
         layer: tapped layer id.
         rms: root mean square of all numbers.
         variance: mean over the width of the variance over tokens.
-        largest: largest magnitude.
-        batch_error: largest relative difference of a token's states between batch and alone; None when not run.
-        shift_change: relative change when the neighbouring layer is tapped instead; None when not run.
+        batch_error: largest relative difference of a token's states between batch and alone.
+        shift_change: relative change when the neighbouring layer is tapped instead.
     """
 
     layer: int
     rms: float
     variance: float
-    largest: float
-    batch_error: float | None = None
-    shift_change: float | None = None
+    batch_error: float = 0.0
+    shift_change: float = float("inf")
 
 
 def check_features(batch: FeatureBatch, taps: Sequence[int], hidden_size: int) -> list[TapStatistics]:
@@ -64,24 +63,44 @@ def check_features(batch: FeatureBatch, taps: Sequence[int], hidden_size: int) -
         raise TargetError(f"tap guard: {where}: features are {list(features.shape)} instead of {list(shape)}")
     found = []
     for place, layer in enumerate(taps):
-        states = features[:, place * hidden_size : (place + 1) * hidden_size].float()
-        low, high = float(states.min()), float(states.max())
+        low, high, bad, rms, variance = _moments(features[:, place * hidden_size : (place + 1) * hidden_size])
         shown = f"tap guard: {where}: layer {layer}: min {low:.4g}, max {high:.4g}"
-        if not bool(torch.isfinite(states).all()):
-            bad = int((~torch.isfinite(states)).any(dim=1).sum())
+        if bad:
             raise TargetError(f"{shown}: {bad} of {shape[0]} tokens are not finite; use a wider target.dtype")
         if low == high == 0.0:
             raise TargetError(f"{shown}: all states are zero; the target does not run as it should")
-        variance = float(states.var(dim=0, unbiased=False).mean())
         if shape[0] > 1 and variance == 0.0:
             raise TargetError(f"{shown}: every token has the same states; the target does not run as it should")
-        rms = float(states.square().mean().sqrt())
-        found.append(TapStatistics(layer, rms, variance, max(abs(low), abs(high))))
+        found.append(TapStatistics(layer, rms, variance))
     return found
 
 
+def _moments(states: Tensor) -> tuple[float, float, int, float, float]:
+    """Least, largest, tokens that are not finite, root mean square, variance over tokens (mean over the width)."""
+    lows, highs = [], []
+    bad = torch.zeros((), dtype=torch.int64, device=states.device)
+    first = states[0].float()
+    squares, sums, sums_of_squares = (
+        torch.zeros(states.shape[1], dtype=torch.float64, device=states.device) for _ in range(3)
+    )
+    for part in states.split(CHECKED_AT_ONCE):
+        values = part.float()
+        lows.append(values.min())
+        highs.append(values.max())
+        bad += (~torch.isfinite(values)).any(dim=1).sum()
+        squares += values.square().sum(dim=0)
+        # Around the first token, so that equal tokens give exactly 0.
+        values = values - first
+        sums += values.sum(dim=0)
+        sums_of_squares += values.square().sum(dim=0)
+    count = len(states)
+    variance = (sums_of_squares / count - (sums / count).square()).clamp_min(0.0).mean()
+    rms = (squares.mean() / count).sqrt()
+    return float(torch.stack(lows).min()), float(torch.stack(highs).max()), int(bad), float(rms), float(variance)
+
+
 @torch.no_grad()
-def guard_first_batch(target: TargetModel, batch: FeatureBatch) -> list[TapStatistics]:
+def guard_first_batch(target: TargetModel, batch: FeatureBatch, *, spare: Tensor | None = None) -> list[TapStatistics]:
     """Checks a worker's first batch, running pieces of it again.
 
     Beyond `check_features`: its shortest and longest rows alone, and the first half of the longest alone, give the
@@ -91,6 +110,7 @@ def guard_first_batch(target: TargetModel, batch: FeatureBatch) -> list[TapStati
     Args:
         target: the loaded target.
         batch: the features that it made.
+        spare: memory for as many features, used where documents share a row; new memory where None.
 
     Returns:
         Statistics per tap, in feature order.
@@ -100,71 +120,60 @@ def guard_first_batch(target: TargetModel, batch: FeatureBatch) -> list[TapStati
     """
     found = check_features(batch, target.taps, target.facts.hidden_size)
     lengths = np.asarray(batch.host.lengths)
-    starts = np.concatenate([[0], np.cumsum(lengths)[:-1]])
     ids = torch.as_tensor(np.asarray(batch.host.ids), device=target.device)
     longest, shortest = int(lengths.argmax()), int(lengths.argmin())
-    probes = [(row, min(int(lengths[row]), LONGEST_PROBE)) for row in sorted({longest, shortest})]
-    probes.append((longest, max(1, probes[-1][1] // 2 if probes[-1][0] == longest else int(lengths[longest]) // 2)))
-    errors = np.zeros(len(target.taps))
-    for row, length in probes:
-        length = min(length, LONGEST_PROBE)
-        alone, _ = target.tap_rows(ids[row : row + 1, :length], [length])
-        within = batch.features[int(starts[row]) : int(starts[row]) + length]
-        errors = np.maximum(errors, _compare(target, alone, within.to(alone.device), batch, row, length))
-    for layer, leak in zip(target.taps, _leaks(target, ids, lengths), strict=True):
+    first = min(int(lengths[longest]), LONGEST_PROBE)
+    probes = {(longest, first), (longest, max(1, first // 2)), (shortest, min(int(lengths[shortest]), LONGEST_PROBE))}
+    errors = torch.stack([_error_alone(target, batch, ids, *probe) for probe in sorted(probes)]).amax(dim=0)
+    if target.packed and len(lengths) > 1:
+        _check_documents_apart(target, batch, ids, spare)
+    changes = _shift_changes(target, ids[longest : longest + 1, :first])
+    for layer, change in zip(target.taps, changes, strict=True):
+        if not change > tolerance(target.dtype) * 1e-2:
+            raise TargetError(
+                f"tap guard: layer {layer}: the neighbouring layer has the same states (relative change {change:.2g}); "
+                "its hook does not sit on the layer that it names"
+            )
+    return [
+        TapStatistics(entry.layer, entry.rms, entry.variance, float(error), change)
+        for entry, error, change in zip(found, errors, changes, strict=True)
+    ]
+
+
+def _error_alone(target: TargetModel, batch: FeatureBatch, ids: Tensor, row: int, length: int) -> Tensor:
+    """Largest relative error per tap between a row's first tokens alone and in the batch; refused where too large."""
+    start = int(np.sum(batch.host.lengths[:row]))
+    alone, _ = target.tap_rows(ids[row : row + 1, :length], [length])
+    errors = relative_errors(alone, batch.features[start : start + length], len(target.taps))
+    for layer, error in zip(target.taps, judged(errors, target.dtype).tolist(), strict=True):
+        if not error <= tolerance(target.dtype):
+            raise TargetError(
+                f"tap guard: batch {batch.host.planned.index}: layer {layer}: the first {length} tokens of sample "
+                f"{int(np.asarray(batch.host.planned.rows)[row])} alone differ from those in the batch by {error:.3g} "
+                f"(relative, {tolerance(target.dtype):g} allowed); padding, neighbours or later tokens leak into its "
+                "states"
+            )
+    return errors.amax(dim=0)
+
+
+def _check_documents_apart(target: TargetModel, batch: FeatureBatch, ids: Tensor, spare: Tensor | None) -> None:
+    found = leaks(target, ids, batch.host.lengths, batch.features.to(target.device), out=spare)
+    for layer, leak in zip(target.taps, found, strict=True):
         if leak != 0.0:
             raise TargetError(
                 f"tap guard: batch {batch.host.planned.index}: layer {layer}: documents that share a row follow a "
                 f"change of those before them by {leak:.2g} (relative); set target.rows to padded "
                 "and plan.strategy to grid"
             )
-    changes = _shift_changes(target, ids[longest : longest + 1, : min(int(lengths[longest]), LONGEST_PROBE)])
-    for layer, change in zip(target.taps, changes, strict=True):
-        if not change > TOLERANCE.get(target.dtype, 1e-2) * 1e-2:
-            raise TargetError(
-                f"tap guard: layer {layer}: the neighbouring layer has the same states (relative change {change:.2g}); "
-                "its hook does not sit on the layer that it names"
-            )
-    return [
-        TapStatistics(entry.layer, entry.rms, entry.variance, entry.largest, float(error), change)
-        for entry, error, change in zip(found, errors, changes, strict=True)
-    ]
-
-
-def _compare(
-    target: TargetModel, alone: Tensor, within: Tensor, batch: FeatureBatch, row: int, length: int
-) -> np.ndarray:
-    """Relative error per tap between a row run alone and in its batch; refused above the tolerance."""
-    allowed = TOLERANCE.get(target.dtype, 1e-2)
-    errors = []
-    for layer, one, other in zip(
-        target.taps, alone.chunk(len(target.taps), 1), within.chunk(len(target.taps), 1), strict=True
-    ):
-        one, other = one.double(), other.double()
-        relative = (one - other).norm(dim=1) / one.norm(dim=1).clamp_min(1e-30)
-        judged = relative.median() if target.dtype in (torch.float16, torch.bfloat16) else relative.max()
-        if not float(judged) <= allowed:
-            sample = int(np.asarray(batch.host.planned.rows)[row])
-            raise TargetError(
-                f"tap guard: batch {batch.host.planned.index}: layer {layer}: the first {length} tokens of sample "
-                f"{sample} alone differ from those in the batch by {float(judged):.3g} "
-                f"(relative, {allowed:g} allowed); padding, neighbours or later tokens leak into its states"
-            )
-        errors.append(float(relative.max()))
-    return np.asarray(errors)
-
-
-def _leaks(target: TargetModel, ids: Tensor, lengths: np.ndarray) -> list[float]:
-    return leaks(target, ids, lengths) if target.packed and len(lengths) > 1 else [0.0] * len(target.taps)
 
 
 def _shift_changes(target: TargetModel, ids: Tensor) -> list[float]:
     """Relative change of each tap's states when every tap moves to a neighbouring layer."""
     deepest = target.facts.num_layers - 1
-    shifted = [tap + 1 if tap < deepest else tap - 1 for tap in target.taps]
-    if target.facts.num_layers == 1:
+    if deepest == 0:
         return [float("inf")] * len(target.taps)
-    neighbour = TargetModel(target.model, target.structure, target.facts, shifted)
+    shifted = [tap + 1 if tap < deepest else tap - 1 for tap in target.taps]
+    neighbour = target.with_layout(masked=True, packed=False, taps=shifted)
     ours, _ = target.tap_rows(ids, [ids.shape[1]])
     theirs, _ = neighbour.tap_rows(ids, [ids.shape[1]])
     pairs = zip(ours.chunk(len(shifted), 1), theirs.chunk(len(shifted), 1), strict=True)

@@ -1,13 +1,16 @@
-"""Documents that share one row: equal to single rows where that is proved, refused where it is not."""
+"""Rows without a mask, and documents that share one row: equal to masked single rows where that is proved."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from fake_card import fake_card
 from paceline.config import TargetConfig
 from paceline.errors import TargetError
 from paceline.target_model.load import load_target
+from paceline.target_model.row_check import needs_mask
 from paceline.target_model.tap_guard import guard_first_batch
 from tiny_architectures import build, tiny_config
 from tiny_targets import host_batch
@@ -28,7 +31,7 @@ def saved(folder, model_type, **more):
     ],
 )
 def test_packed_equals_padded(tmp_path, model_type, attention):
-    path = saved(tmp_path, model_type)
+    path = saved(tmp_path, model_type, **({"attention_chunk_size": 64} if model_type == "llama4_text" else {}))
     packed, padded = (
         load_target(TargetConfig(path=path, dtype="float32", rows=rows, attention=attention), [0, 2])
         for rows in ("packed", "padded")
@@ -106,3 +109,86 @@ def test_documents_that_see_one_another_only_far_along_the_row_stop_the_first_ba
     few = [[3 + n % 90 for n in range(size)] for size in (3, 50, 30, 19, 9)]
     with pytest.raises(TargetError, match=r"tap guard: batch 3: layer 0: documents that share a row follow"):
         guard_first_batch(target, target.features(host_batch(few)))
+
+
+def waits_of_host(work) -> list[str]:
+    """Operations for which the host waits on a GPU, as they are met while some work runs on the CPU."""
+    found = []
+
+    class Waits(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            name = func.overloadpacket.__name__
+            if name in ("_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select", "_unique2"):
+                found.append(name)
+            return func(*args, **(kwargs or {}))
+
+    with Waits():
+        work()
+    return found
+
+
+DENSE = ["qwen3", "llama", "mistral", "gemma2", "gemma3_text", "gpt2", "bloom", "qwen3_moe", "gpt_oss", "deepseek_v3"]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("model_type", DENSE)
+def test_causal_attention_needs_no_mask(tmp_path, model_type, dtype):
+    target = load_target(TargetConfig(path=saved(tmp_path, model_type), dtype=dtype), [0, 2])
+    assert not target.masked
+    host = host_batch(DOCUMENTS, width=40)
+    found = target.features(host, with_last=True)
+    expected = target.with_layout(masked=True, packed=False).features(host, with_last=True)
+    for ours, theirs in ((found.features, expected.features), (found.last_hidden, expected.last_hidden)):
+        error = (ours.float() - theirs.float()).norm(dim=1) / theirs.float().norm(dim=1)
+        assert float(error.median()) < (1e-6 if dtype == "float32" else 2e-2)
+    guard_first_batch(target, found)
+
+
+@pytest.mark.parametrize(
+    "model_type", ["qwen3_next", "qwen3_5_text", "mamba2", "falcon_h1", "lfm2", "jamba", "recurrent_gemma", "rwkv"]
+)
+def test_recurrent_targets_keep_their_mask(tmp_path, model_type):
+    assert load_target(TargetConfig(path=saved(tmp_path, model_type), dtype="float32"), [0, 2]).masked
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_attention_that_sees_later_tokens_keeps_its_mask(tmp_path, attention, dtype):
+    path = saved(tmp_path, "llama", is_causal=False)
+    settings = TargetConfig(path=path, dtype=dtype, attention=attention)
+    assert load_target(settings, [0, 2]).masked
+
+
+def test_a_slight_look_at_the_padding_keeps_the_mask(tmp_path):
+    """Less than rounding in 16 bits allows; only that a changed padding is followed shows it."""
+    target = load_target(TargetConfig(path=saved(tmp_path, "qwen3"), dtype="bfloat16"), [0, 2])
+    assert not needs_mask(target)
+
+    def peeking(module, args, output):
+        output[:, 0] += 0.02 * output[:, -1]
+
+    target.structure.layers[1].register_forward_hook(peeking)
+    assert needs_mask(target)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3", "llama", "mistral", "gemma2", "gemma3_text", "gpt2"])
+def test_the_host_waits_for_nothing_in_a_forward_without_mask(tmp_path, model_type):
+    target = load_target(TargetConfig(path=saved(tmp_path, model_type), dtype="float32"), [0, 2])
+    host = host_batch(DOCUMENTS, width=40)
+    assert waits_of_host(lambda: target.features(host, with_last=True)) == []
+    assert target.model(torch.tensor([[5, 9]])) is not None, "what was switched off works again"
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("model_type", ["qwen3", "llama", "mistral", "gemma2", "gemma3_text", "gpt2"])
+def test_a_forward_on_a_card_stays_on_that_card(tmp_path, monkeypatch, model_type, masked):
+    """Fake tensors on a card that is not there: what mixes devices, or reads a value, raises."""
+    target = load_target(TargetConfig(path=saved(tmp_path, model_type), dtype="float32"), [0, 2])
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+    host = host_batch(DOCUMENTS, width=40)
+    with fake_card(target.model, "cuda:3"):
+        batch = target.with_layout(masked=masked, packed=False).features(host, with_last=True)
+        assert str(batch.features.device) == str(batch.last_hidden.device) == "cuda:3"
+        assert batch.features.shape == (25, 64)
+        with pytest.raises(RuntimeError, match="same device"):
+            torch.add(batch.features, torch.zeros(25, 64))
