@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from paceline.checkpoint import checkpoints, run_directory
-from paceline.config import PlanConfig, Settings, devices_of
+from paceline.config import Settings, devices_of
 from paceline.data.collate import collate
 from paceline.data.coverage import check_mask_token
 from paceline.data.store import TokenStore, open_store
@@ -23,7 +23,7 @@ from paceline.drafter.spec import DrafterSpec, derive_spec
 from paceline.errors import ConfigError, DataError
 from paceline.pipeline.feature_pool import FeaturePool
 from paceline.pipeline.multinode import ALONE, NodeInfo, Nodes
-from paceline.plan.entries import groups_of_tags
+from paceline.plan.entries import fitting, groups_of_tags
 from paceline.plan.epoch import EpochPlan, plan_epoch
 from paceline.run.checkpoint_policy import VALIDATION, check_saving
 from paceline.run.eval_worker import check_background_evaluation
@@ -293,21 +293,29 @@ def _collated(run: Run, planned: PlannedBatch) -> HostBatch:
 
 
 def validation_batches(run: Run) -> list[HostBatch]:
-    """Host batches of the first held-out samples, the same with the same anchors in every run and at every step."""
+    """Host batches of the first held-out samples, the same with the same anchors in every run and at every step.
+
+    They are composed as the training batches are, within the same budgets; samples that exceed a budget alone are left
+    out.
+    """
     if run.heldout is None:
         return []
-    count, settings = run.settings.evaluate.validation_samples, run.settings
-    shape = {"num_anchors": settings.drafter.num_anchors, "block_size": run.spec.block_size}
-    lengths, eligible = run.heldout.lengths[:count], run.heldout.eligible[:count]
-    limits = PlanConfig(token_budget=settings.plan.token_budget, max_samples=settings.plan.max_samples, accumulate=1)
-    plan = plan_epoch(lengths, eligible, limits, **shape, seed=0, epoch=0)
+    settings, block_size, num_anchors = run.settings, run.spec.block_size, run.settings.drafter.num_anchors
+    limits = settings.plan.model_copy(update={"accumulate": 1, "leftover": "short", "weights": {}, "edges": None})
+    rows = np.arange(min(settings.evaluate.validation_samples, len(run.heldout.lengths)))
+    lengths, eligible = run.heldout.lengths[rows], run.heldout.eligible[rows]
+    fits = fitting(lengths, eligible, limits, num_anchors=num_anchors, block_size=block_size)
+    rows, lengths, eligible = rows[fits], lengths[fits], eligible[fits]
+    if not len(rows) or not eligible.any():
+        return []
+    plan = plan_epoch(lengths, eligible, limits, num_anchors=num_anchors, block_size=block_size, seed=0, epoch=0)
     pad_id = run.facts.pad_token_id if run.facts.pad_token_id is not None else 0
     found = []
     for index in range(plan.num_batches):
-        host = collate(
-            plan.batch(index), run.heldout, sample_anchors, seed=0, num_anchors=shape["num_anchors"], pad_id=pad_id
-        )
-        found.append(replace(host, planned=replace(host.planned, epoch=-1, window=-1, replica=0)))
+        planned = plan.batch(index)
+        planned = replace(planned, rows=rows[planned.rows])
+        host = collate(planned, run.heldout, sample_anchors, seed=0, num_anchors=num_anchors, pad_id=pad_id)
+        found.append(replace(host, planned=replace(planned, epoch=-1, window=-1)))
     return found
 
 
