@@ -51,7 +51,16 @@ def store(tmp_path):
 def test_a_file_of_lengths_is_shown_with_its_buckets(lengths_file, capsys):
     assert main(["plan", lengths_file, "--plan.token_budget", "8192", "--epochs", "2", "--tokens-per-s", "1e5"]) == 0
     out = capsys.readouterr().out
-    for words in ("grid × stratified", "4,000 of 4,000 samples", "█", "re-pairing", "step σ", "in 2 epochs", "time"):
+    for words in (
+        "grid × stratified",
+        "4,000 of 4,000 samples",
+        "█",
+        "re-pairing",
+        "step σ",
+        "in 2 epochs",
+        "time",
+        "data.max_length",
+    ):
         assert words in out
 
 

@@ -88,7 +88,9 @@ def test_negative_weights_are_refused_by_the_settings():
 
 
 def test_entries_are_the_rows_where_nothing_is_left_out():
-    given = PlanInput(np.array([3, 4]), None, PlanConfig(), num_anchors=1, block_size=2, replicas=1, seed=0)
+    given = PlanInput(
+        np.array([3, 4]), None, PlanConfig(draft_position_budget=None), num_anchors=1, block_size=2, replicas=1, seed=0
+    )
     entries = enter(given, 0)
     assert entries.rows is None
     assert entries.drafts is None

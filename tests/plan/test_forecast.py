@@ -10,7 +10,7 @@ import pytest
 from paceline.config.schema import PlanConfig
 from paceline.plan.epoch import plan_epoch
 from paceline.plan.forecast import describe, forecast
-from paceline.plan.metrics import batch_totals, mean_slots, repairing, repeats, step_deviation
+from paceline.plan.metrics import batch_totals, kept_by_length, mean_slots, repairing, repeats, step_deviation
 
 SHAPE = {"num_anchors": 20, "block_size": 4, "seed": 1}
 LENGTHS = np.clip(np.random.default_rng(3).lognormal(5, 0.8, 1500), 3, 2000).astype(int)
@@ -152,3 +152,10 @@ def test_warnings_say_what_is_wrong_in_words():
 def test_a_forecast_is_plain_json():
     told = of(np.array([5, 6]), None, SMALL)
     assert json.loads(json.dumps(told.to_dict(), allow_nan=False))["repeats"]["crowded"] is None
+
+
+def test_what_a_longest_length_keeps_is_a_plain_count():
+    lengths, supervised = np.array([100, 2048, 2049, 5000]), np.array([10, 20, 30, 40])
+    kept = kept_by_length(lengths, supervised)
+    assert [(row.max_length, row.samples, row.tokens) for row in kept] == [(2048, 2, 30), (4096, 3, 60), (8192, 4, 100)]
+    assert (kept[0].share_samples, kept[0].share_tokens) == (0.5, 0.3)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -55,7 +55,7 @@ class Arguments:
     replicas: int | None = None
     """Drafter replicas that share every window. Unset: those that the run was started with, those of the YAML, or 1."""
     tokens_per_s: float | None = None
-    """Padded tokens a second that the pipeline manages, for an estimate of the time."""
+    """Real tokens a second of the pipeline, for an estimate of the time. Unset: what the run has measured, if any."""
     column: str | None = None
     """Column or array with the lengths, where a file has several."""
     group: str | None = None
@@ -72,6 +72,8 @@ class Source:
     groups: Groups | None
     epochs: int
     replicas: int
+    supervised: np.ndarray | None = None
+    real_tokens_per_s: float | None = None
     lines: Sequence[str] = ()
     """What a store's report says of lengths."""
 
@@ -116,8 +118,9 @@ def _forecast(arguments: Arguments, source: Source) -> tuple[dict[str, Any], lis
     from paceline.plan.edges import all_distinct, edge_ladder
     from paceline.plan.entries import width_histogram
     from paceline.plan.forecast import forecast
+    from paceline.plan.metrics import kept_by_length
     from paceline.plan.plots import draw_plan
-    from paceline.plan.views import render, render_edges
+    from paceline.plan.views import render, render_edges, render_kept
 
     config = source.settings.plan
     first = source.plan(config, 0)
@@ -125,9 +128,13 @@ def _forecast(arguments: Arguments, source: Source) -> tuple[dict[str, Any], lis
         lambda epoch: source.plan(config, epoch),
         source.epochs,
         weighting=source.settings.objective.weighting,
-        real_tokens_per_s=arguments.tokens_per_s,
+        real_tokens_per_s=arguments.tokens_per_s or source.real_tokens_per_s,
     )
-    values, shown = made.to_dict(), [render(made, source.lengths)]
+    kept = kept_by_length(source.lengths, source.lengths if source.supervised is None else source.supervised)
+    values = {**made.to_dict(), "kept_by_max_length": [asdict(row) for row in kept]}
+    shown: list[Any] = [render(made, source.lengths)]
+    if source.supervised is None:  # a store's own report says it of supervised tokens, of dropped rows too
+        shown.append(render_kept(kept))
     if arguments.edges:
         lengths = source.lengths[first.batches.order]
         ladder = edge_ladder(width_histogram(lengths, config.width_multiple), BatchBudget.of(config), MOST_LADDER)
@@ -213,9 +220,29 @@ def read_source(arguments: Arguments, overrides: Mapping[str, str]) -> Source:
         store = open_store(folder)
         weights = settings.plan.weights
         groups = groups_of_tags(store.names(), weights) if weights else None
-        lines = cap_lines(store.manifest.report)
-        return Source(settings, store.lengths, store.eligible, groups, epochs, replicas, lines)
+        return Source(
+            settings,
+            store.lengths,
+            store.eligible,
+            groups,
+            epochs,
+            replicas,
+            supervised=store.supervised,
+            real_tokens_per_s=None if started is None else _speed(started),
+            lines=cap_lines(store.manifest.report),
+        )
     from paceline.plan.lengths_file import read_lengths
 
     file = read_lengths(path, arguments.column, arguments.group)
     return Source(settings, file.lengths, file.eligible, file.groups, epochs, replicas)
+
+
+def _speed(run_dir: Path) -> float | None:
+    """Real tokens a second that a run has measured; None before its first step."""
+    from paceline.observe.metrics_file import METRICS_FILE
+    from paceline.observe.run_history import read_history
+
+    if not (run_dir / METRICS_FILE).is_file():
+        return None
+    speed = read_history(run_dir).pooled("real_tokens_per_s")
+    return speed if speed > 0 else None

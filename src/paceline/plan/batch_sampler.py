@@ -30,8 +30,8 @@ class PlanBatchSampler:
         settings: planning settings; None: the defaults.
         num_replicas, rank: data-parallel processes, and which of them this is.
         seed: key of all randomness.
-        eligible: eligible anchors a row, where a budget of draft positions is set; None: estimated.
-        num_anchors, block_size: for the same budget.
+        eligible: eligible anchors a row, for ``settings.draft_position_budget``; None: estimated.
+        num_anchors, block_size: for the same budget; by default it counts samples, which other models have.
         groups: tag or source of every row, for ``settings.weights``.
 
     Raises:
@@ -47,8 +47,8 @@ class PlanBatchSampler:
         rank: int = 0,
         seed: int = 0,
         eligible: np.ndarray | Sequence[int] | None = None,
-        num_anchors: int = 512,
-        block_size: int = 16,
+        num_anchors: int = 1,
+        block_size: int = 1,
         groups: Groups | None = None,
     ) -> None:
         if not 0 <= rank < num_replicas:

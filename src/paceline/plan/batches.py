@@ -63,43 +63,51 @@ def cut_runs(bounds: np.ndarray, widths: np.ndarray, limits: BatchBudget, drafts
     Returns:
         Offsets of the batches, int64 [M + 1]: the fewest contiguous batches that the budgets allow.
     """
-    if drafts is not None:
-        return _cut_runs_drafting(bounds, widths, limits, drafts)
+    limit = limits.draft_limit
+    summed = None if drafts is None else np.concatenate([np.zeros(1, np.int64), np.cumsum(drafts, dtype=np.int64)])
     pieces: list[np.ndarray] = [np.zeros(1, np.int64)]
-    start, held = 0, 0
+    start = 0  # of the batch that is still open
     for run in np.flatnonzero(np.diff(bounds)).tolist():
-        end, capacity = int(bounds[run + 1]), limits.capacity(int(widths[run]))
-        if held >= capacity:
-            start += held
-            pieces.append(np.array([start], np.int64))
-        full = (end - start) // capacity
-        if full:
-            pieces.append(np.arange(1, full + 1, dtype=np.int64) * capacity + start)
-            start += full * capacity
-        held = end - start
-    if held:
-        pieces.append(np.array([start + held], np.int64))
+        first, end, capacity = int(bounds[run]), int(bounds[run + 1]), limits.capacity(int(widths[run]))
+        stop = min(start + capacity, end)
+        if summed is not None:
+            stop = min(stop, int(np.searchsorted(summed, summed[start] + limit, side="right")) - 1)
+        stop = max(stop, first)
+        if stop == end:
+            continue
+        if stop > start:
+            pieces.append(np.array([stop], np.int64))
+            start = stop
+        if drafts is not None and summed is not None:
+            own = drafts[start:end]
+            most = int(own.max())
+            if most * capacity > limit and int(own.min()) < most:
+                pieces.append(_cut_by_drafts(summed[start : end + 1], capacity, limit) + start)
+                start = int(pieces[-1][-1]) if len(pieces[-1]) else start
+                continue
+            capacity = min(capacity, limit // max(most, 1))
+        full = (end - start - 1) // capacity  # the last batch stays open: samples of the next run may fit it
+        pieces.append(np.arange(1, full + 1, dtype=np.int64) * capacity + start)
+        start += full * capacity
+    if start < bounds[-1]:
+        pieces.append(bounds[-1:].astype(np.int64))
     return np.concatenate(pieces)
 
 
-def _cut_runs_drafting(bounds: np.ndarray, widths: np.ndarray, limits: BatchBudget, drafts: np.ndarray) -> np.ndarray:
-    total = int(bounds[-1])
-    summed = np.concatenate([np.zeros(1, np.int64), np.cumsum(drafts, dtype=np.int64)])
-    runs = np.flatnonzero(np.diff(bounds))
-    ends = bounds[runs + 1].tolist()
-    capacities = [limits.capacity(int(width)) for width in widths[runs]]
-    reach = np.searchsorted(summed, summed[:-1] + limits.draft_limit, side="right") - 1
-    offsets, start, run = [0], 0, 0
-    while start < total:
-        while ends[run] <= start:
-            run += 1
-        stop, last = min(start + capacities[run], ends[run]), run
-        while stop == ends[last] and last + 1 < len(ends) and stop - start < capacities[last + 1]:
-            last += 1
-            stop = min(start + capacities[last], ends[last])
-        start = min(stop, int(reach[start]))
-        offsets.append(start)
-    return np.array(offsets, np.int64)
+def _cut_by_drafts(summed: np.ndarray, capacity: int, limit: int) -> np.ndarray:
+    """Ends of the batches inside one run whose samples differ in draft positions; the last batch stays open, int64.
+
+    The end of a batch from any sample on is found for all samples at once; following the ends from the first sample is
+    then a loop of one look-up a batch.
+    """
+    count = len(summed) - 1
+    reach = np.searchsorted(summed, summed[:-1] + limit, side="right") - 1
+    ends = np.minimum(reach, np.arange(count) + capacity).data
+    found, place = [], 0
+    while (stop := ends[place]) < count:
+        found.append(stop)
+        place = stop
+    return np.array(found, np.int64)
 
 
 def cut_sequence(widths: np.ndarray, limits: BatchBudget, drafts: np.ndarray | None) -> np.ndarray:

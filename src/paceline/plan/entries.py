@@ -64,7 +64,11 @@ class PlanInput:
 
     def anchors_of(self, rows: np.ndarray | slice) -> np.ndarray:
         """Anchors of some rows that train in one epoch: those eligible, ``num_anchors`` at most, int64."""
-        return np.minimum(self.eligible_of(rows), self.num_anchors)
+        if self.eligible is None and self.settings.eligible_share == 1:
+            counts = self.lengths[rows]  # every token; compared in its own small type, which is much faster
+        else:
+            counts = self.eligible_of(rows)
+        return np.minimum(counts, min(self.num_anchors, np.iinfo(counts.dtype).max)).astype(np.int64)
 
 
 @dataclass(frozen=True)
@@ -172,6 +176,16 @@ def checked_eligible(eligible: np.ndarray | Sequence[int], lengths: np.ndarray) 
             f"eligible[{row}] is {array[row]}, but the sample has {lengths[row]} tokens; an anchor is one of them"
         )
     return array
+
+
+def fitting(
+    lengths: np.ndarray, eligible: np.ndarray, settings: PlanConfig, *, num_anchors: int, block_size: int
+) -> np.ndarray:
+    """Whether each sample alone is within every budget and ``max_length``, bool [N]; arguments as for `plan_epoch`."""
+    limits = BatchBudget.of(settings)
+    roomy = np.array([limits.capacity(limits.width(int(length))) > 0 for length in lengths])
+    fits = roomy & (np.minimum(eligible, num_anchors) * block_size <= limits.draft_limit)
+    return fits if settings.max_length is None else fits & (lengths <= settings.max_length)
 
 
 def enter(given: PlanInput, epoch: int, carried: np.ndarray | None = None) -> Entries:

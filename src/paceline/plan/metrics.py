@@ -5,6 +5,7 @@ Shape letters: M micro-batches in training order, W windows, G batches a window,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -39,6 +40,37 @@ class Repeats:
     mean_distinct: float
     distinct_bound: float
     longest_run: int
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What a longest length would keep: samples and tokens (supervised ones where they are known), and their shares."""
+
+    max_length: int
+    samples: int
+    tokens: int
+    share_samples: float
+    share_tokens: float
+
+
+def kept_by_length(
+    lengths: np.ndarray, tokens: np.ndarray, limits: Sequence[int] = (2048, 4096, 8192, 16384)
+) -> list[Kept]:
+    """What each longest length would keep; those at or above the longest sample are left out but for the first.
+
+    Args:
+        lengths: of every row [N].
+        tokens: what is counted of every row: supervised tokens, or the lengths again [N].
+        limits: longest lengths, ascending.
+    """
+    total, found = max(int(tokens.sum(dtype=np.int64)), 1), []
+    for limit in limits:
+        fits = lengths <= limit
+        samples, held = int(np.count_nonzero(fits)), int(tokens[fits].sum(dtype=np.int64))
+        found.append(Kept(limit, samples, held, samples / len(lengths), held / total))
+        if samples == len(lengths):
+            break
+    return found
 
 
 def batch_totals(plan: EpochPlan) -> BatchTotals:

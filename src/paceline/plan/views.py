@@ -11,6 +11,7 @@ from rich.text import Text
 
 from paceline.plan.edges import Edges, all_distinct
 from paceline.plan.forecast import Forecast
+from paceline.plan.metrics import Kept
 from paceline.text import duration
 
 BARS = 18
@@ -129,6 +130,22 @@ def _facts(forecast: Forecast) -> Table:
         table.add_row("balance", f"slowest replica has {forecast.cost_spread:.3f} times the mean work of a window")
     table.add_row("fingerprint", forecast.fingerprint)
     return table
+
+
+def render_kept(kept: Sequence[Kept]) -> RenderableType:
+    """What each longest length would keep."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for head in ("data.max_length", "samples", "", "tokens", ""):
+        table.add_column(head, justify="right")
+    for row in kept:
+        table.add_row(
+            f"{row.max_length:,}",
+            f"{row.samples:,}",
+            percent(row.share_samples),
+            f"{row.tokens:,}",
+            percent(row.share_tokens),
+        )
+    return Group(Text("\nwhat a longest sample of so many tokens would keep", style="bold"), table)
 
 
 def render_edges(ladder: Sequence[Edges], real_tokens: int, num_buckets: int, window_size: int) -> RenderableType:

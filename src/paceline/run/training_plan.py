@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from paceline.checkpoint.retention import VALIDATION
-from paceline.config import PlanConfig, Settings
+from paceline.config import Settings
 from paceline.data.collate import collate
 from paceline.data.store import TokenStore
 from paceline.drafter.anchors import sample_anchors
 from paceline.drafter.spec import DrafterSpec
 from paceline.errors import DataError
-from paceline.plan.entries import groups_of_tags
+from paceline.plan.entries import fitting, groups_of_tags
 from paceline.plan.epoch import EpochPlan, plan_epoch
 from paceline.types import HostBatch, PlannedBatch, PlannedStep, TargetFacts
 
@@ -166,7 +166,8 @@ class TrainingPlan:
     def validation_batches(self, heldout: TokenStore | None) -> list[HostBatch]:
         """Host batches of the first held-out samples, with the same anchors in every run and at every step.
 
-        They keep the budgets of training. Samples that no micro-batch of training could hold are left out.
+        They are composed as the training batches are, within the same budgets; samples that exceed a budget alone are
+        left out.
 
         Args:
             heldout: the tokenized held-out samples; None where there are none.
@@ -174,26 +175,15 @@ class TrainingPlan:
         if heldout is None:
             return []
         settings, num_anchors = self._settings, self._settings.drafter.num_anchors
-        limits = PlanConfig(
-            token_budget=settings.plan.token_budget,
-            draft_position_budget=settings.plan.draft_position_budget,
-            max_samples=settings.plan.max_samples,
-            accumulate=1,
-        )
-        widths = -(-heldout.lengths // limits.width_multiple) * limits.width_multiple
-        positions = np.minimum(heldout.eligible, num_anchors) * self._spec.block_size
-        fits = (widths <= limits.token_budget) & (positions <= (limits.draft_position_budget or np.inf))
-        rows = np.flatnonzero(fits)[: settings.evaluate.validation_samples]
-        if not len(rows):
+        limits = settings.plan.model_copy(update={"accumulate": 1, "leftover": "short", "weights": {}, "edges": None})
+        rows = np.arange(min(settings.evaluate.validation_samples, len(heldout.lengths)))
+        lengths, eligible = heldout.lengths[rows], heldout.eligible[rows]
+        fits = fitting(lengths, eligible, limits, num_anchors=num_anchors, block_size=self._spec.block_size)
+        rows, lengths, eligible = rows[fits], lengths[fits], eligible[fits]
+        if not len(rows) or not eligible.any():
             return []
         plan = plan_epoch(
-            heldout.lengths[rows],
-            heldout.eligible[rows],
-            limits,
-            num_anchors=num_anchors,
-            block_size=self._spec.block_size,
-            seed=0,
-            epoch=0,
+            lengths, eligible, limits, num_anchors=num_anchors, block_size=self._spec.block_size, seed=0, epoch=0
         )
         batches = [plan.batch(index) for index in range(plan.num_batches)]
         return [
