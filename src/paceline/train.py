@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from paceline.checkpoint import checkpoints, run_directory
+from paceline.config import tasks_in_flight
 from paceline.device import own_device
 from paceline.errors import PacelineError
 from paceline.observe.observer import Observer, open_observer
@@ -223,7 +224,12 @@ def _pipeline(
         try:
             for number, device in enumerate(flow.target_devices):
                 name, arguments = f"target {number} ({device})", (settings.target, run.taps, device, pool)
-                targets.append(WorkerProcess(name, TargetStage, arguments, device=device, threads=flow.threads))
+                ahead = tasks_in_flight(device)
+                targets.append(
+                    WorkerProcess(
+                        name, TargetStage, arguments, device=device, threads=flow.threads, max_outstanding=ahead
+                    )
+                )
             for rank, device in enumerate(flow.drafter_devices):
                 name, build = f"drafter {rank} ({device})", learner_factory(run, rank, groups[rank])
                 profile = _profile(run) if rank == 0 and run.nodes.first else None

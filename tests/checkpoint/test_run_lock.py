@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import signal
 import subprocess
 import sys
@@ -9,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.checkpoint.run_lock import hold_run
+from paceline.checkpoint.run_lock import WITHOUT_LOCKS, hold_run
 from paceline.errors import RunDirectoryError
 
 HOLDER = """
@@ -59,10 +61,10 @@ def test_a_run_is_held_under_all_its_names(tmp_path: Path) -> None:
         ended(other)
 
 
-def test_where_nothing_can_be_made_beside_a_run_its_directory_is_held_itself(tmp_path: Path) -> None:
+def test_where_nothing_can_be_made_beside_a_run_the_file_is_inside(tmp_path: Path) -> None:
     """As with a mounted run directory whose parent is read-only; here the name of the file beside is too long."""
     run = tmp_path / ("r" * 250)
-    with pytest.raises(RunDirectoryError, match="cannot be made"), hold_run(run):
+    with pytest.raises(RunDirectoryError, match="cannot be made or locked"), hold_run(run):
         pass
     run.mkdir()
     other = holder(run)
@@ -73,7 +75,7 @@ def test_where_nothing_can_be_made_beside_a_run_its_directory_is_held_itself(tmp
         ended(other)
     with hold_run(run):
         pass
-    assert list(run.iterdir()) == []
+    assert [path.name for path in run.iterdir()] == [".training"]
 
 
 def test_a_killed_trainer_holds_nothing(tmp_path: Path) -> None:
@@ -81,13 +83,25 @@ def test_a_killed_trainer_holds_nothing(tmp_path: Path) -> None:
     ended(other)
     with hold_run(tmp_path / "run"):
         pass
-    assert list(tmp_path.iterdir()) == []
 
 
-def test_nothing_is_left_after_a_error(tmp_path: Path) -> None:
+def test_an_error_frees_the_run(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError), hold_run(tmp_path / "run"):
         raise ZeroDivisionError
-    assert list(tmp_path.iterdir()) == []
+    with hold_run(tmp_path / "run"):
+        pass
+
+
+@pytest.mark.parametrize("code", WITHOUT_LOCKS)
+def test_a_disk_without_locks_is_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    """As the store's lock does, see tests/data/test_prepare.py."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with hold_run(tmp_path / "run"):
+        pass
 
 
 def test_the_command_trains_no_run_that_is_being_trained(

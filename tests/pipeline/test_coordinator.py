@@ -323,10 +323,11 @@ def test_time_without_a_free_buffer_is_blocked_not_starved() -> None:
 def test_every_worker_is_in_every_report() -> None:
     with joined(targets=2, drafters=2, buffers=4, windows=3) as (coordinator, _):
         times = times_of(coordinator)
-    for taken in times:
-        assert set(taken.workers) == {"target_0", "target_1", "drafter_0", "drafter_1"}
-        assert [taken.workers[f"drafter_{n}"].batches for n in range(2)] == [2, 2]
-        assert [taken.workers[f"drafter_{n}"].real_tokens for n in range(2)] == [16, 16]
+    assert all(set(taken.workers) == {"target_0", "target_1", "drafter_0", "drafter_1"} for taken in times)
+    # A rank may have begun the next window when the other one ends this one: the sums are what is sure.
+    for rank in range(2):
+        done = [taken.workers[f"drafter_{rank}"] for taken in times]
+        assert (sum(totals.batches for totals in done), sum(totals.real_tokens for totals in done)) == (6, 48)
     assert sum(taken.workers[f"target_{n}"].batches for taken in times for n in range(2)) == 12
 
 

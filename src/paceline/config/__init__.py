@@ -24,6 +24,7 @@ from paceline.config.schema import (
     TargetConfig,
     TrainConfig,
     devices_of,
+    tasks_in_flight,
 )
 
 __all__ = [
@@ -47,5 +48,6 @@ __all__ = [
     "setting_rows",
     "settings_copy",
     "suggestion",
+    "tasks_in_flight",
     "validate_settings",
 ]

@@ -190,6 +190,16 @@ def devices_of(worker: str) -> list[str]:
     return worker.split("+")
 
 
+def tasks_in_flight(worker: str) -> int:
+    """Batches that a target worker is given before the first of them is answered.
+
+    On a card the next batch is computed while the last one is copied. A target that is spread over several cards works
+    on as many batches at once.
+    """
+    cards = sum(name.startswith("cuda") for name in devices_of(worker))
+    return max(2, cards) if cards else 1
+
+
 class FlowConfig(Section):
     """How stages are joined and where they run."""
 
@@ -212,7 +222,7 @@ class FlowConfig(Section):
     """Bytes of host batches collated ahead in all, at most; one batch is always made ahead."""
     pool_buffers: int | None = Field(default=None, ge=2)
     """Feature buffers that cross from targets to drafters, each of the size of the plan's largest micro-batch; the only
-    backpressure there. Unset: one a target worker, four a drafter rank and one more."""
+    backpressure there. Unset: one a target worker on a CPU, two on a GPU, four a drafter rank and one more."""
     pool_bytes: int | None = Field(default=None, ge=1)
     """Bytes of all feature buffers at most; fewer are made where `pool_buffers` would take more. Unset: no limit."""
     transport: Literal["exact", "bf16", "fp8"] = "exact"
@@ -224,7 +234,7 @@ class FlowConfig(Section):
     @property
     def num_buffers(self) -> int:
         """Feature buffers: as set, else enough to bridge batches that take one stage longer than the other."""
-        return self.pool_buffers or len(self.target_devices) + 4 * len(self.drafter_devices) + 1
+        return self.pool_buffers or sum(map(tasks_in_flight, self.target_devices)) + 4 * len(self.drafter_devices) + 1
 
     @field_validator("target_devices", mode="before")
     @classmethod

@@ -33,6 +33,10 @@ SERVER_GONE = 255
 """What multiprocessing gives as the exit code of a worker whose fork server is gone; no worker ends with it."""
 
 
+POLL_S = 0.0005
+"""A worker with nothing else to do looks this often whether its GPU has done what it was asked."""
+
+
 class Stage:
     """The work of one process."""
 
@@ -40,8 +44,13 @@ class Stage:
         """Do one task; yield the messages that answer it, or those of earlier tasks that are done by now."""
         raise NotImplementedError
 
-    def finish(self) -> Iterator[Any]:
-        """Called when no task waits: yield the answers of all that was begun, oldest first."""
+    @property
+    def unanswered(self) -> int:
+        """Tasks that were begun and have no answer yet, once `handle` has returned: those that a GPU still works on."""
+        return 0
+
+    def answers(self) -> Iterator[Any]:
+        """The answers of tasks that are done by now, oldest first; never waits."""
         return iter(())
 
 
@@ -108,8 +117,9 @@ def run_child(
                 connection.send(Reply(payload, *clock.end(), time.time(), peaks.look()))
 
         while True:
-            if inbox.empty():
-                answer(stage.finish())
+            while stage.unanswered and inbox.empty():
+                answer(stage.answers())
+                time.sleep(POLL_S)
             message = inbox.get()
             if isinstance(message, Stop):
                 break

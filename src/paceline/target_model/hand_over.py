@@ -15,20 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.device import Mark, cards_of, compute_waits, main_device, on_stream, page_lock, side_stream, stream_waits
+from paceline.config import tasks_in_flight
+from paceline.device import Mark, compute_waits, main_device, on_stream, page_lock, side_stream, stream_waits
 from paceline.errors import TargetError
 from paceline.pipeline.feature_pool import FeaturePool
 from paceline.types import FeatureBatch
-
-
-def tasks_in_flight(device: str) -> int:
-    """Batches that a target worker is given before the first of them is answered.
-
-    On a card the next batch is computed while the last one is copied. A target that is spread over several cards works
-    on as many batches at once.
-    """
-    cards = len(cards_of(device))
-    return max(2, cards) if cards else 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,12 +60,6 @@ class TargetStage(Stage):
             else:
                 yield FeaturesReady(sent.buffer)
 
-    def finish(self) -> Iterator[FeaturesReady | Probed]:
-        """Answers of all tasks that were begun, oldest first; waits until their features have arrived."""
-        while self._sent:
-            self._sent[0][1].arrived.wait()
-            yield from self.answers()
-
     @property
     def unanswered(self) -> int:
         """Tasks that were begun and have no answer yet."""
