@@ -31,7 +31,7 @@ def load(folder, taps, **more):
     return load_target(TargetConfig(path=str(folder), dtype="float32", **more), taps)
 
 
-@pytest.mark.parametrize("taps", [[0], [0, 2], [1, 2], [2, 0]])
+@pytest.mark.parametrize("taps", [[0], [0, 2], [1, 2]])
 def test_features_equal_hidden_states_of_single_rows(folder, taps):
     target = load(folder, taps)
     batch = target.features(host_batch(DOCUMENTS, width=12))

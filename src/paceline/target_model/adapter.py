@@ -10,6 +10,7 @@ from typing import Any
 
 from paceline.errors import TargetError
 from paceline.target_model.files import hash_files
+from paceline.text import first_line
 
 CONFIG, WEIGHTS = "adapter_config.json", ("adapter_model.safetensors", "adapter_model.bin")
 
@@ -65,7 +66,7 @@ def merge_adapter(model: Any, adapter: str) -> Any:
             has = get_peft_model_state_dict(tuned)
             stored = load_peft_weights(str(config.parent), device="cpu")
     except (ValueError, RuntimeError, KeyError, TypeError, OSError, AttributeError, SafetensorError) as error:
-        raise TargetError(f"{shown}: does not fit the target ({_reason(error)}); {_base(config)}") from error
+        raise TargetError(f"{shown}: does not fit the target ({_misfit(error)}); {_base(config)}") from error
     if strange := sorted(stored.keys() ^ has.keys()):
         side = "the target lacks" if strange[0] in stored else "the adapter lacks"
         raise TargetError(
@@ -84,7 +85,7 @@ def merge_adapter(model: Any, adapter: str) -> Any:
             warnings.simplefilter("ignore")  # that a copied end is no longer tied: it is read as it is
             return tuned.merge_and_unload(safe_merge=True)
     except ValueError as error:
-        raise TargetError(f"{shown}: cannot be merged ({_reason(error)}); fetch the adapter again") from error
+        raise TargetError(f"{shown}: cannot be merged ({_misfit(error)}); fetch the adapter again") from error
 
 
 def _changes(tuned: Any, weight: Any) -> str | None:
@@ -108,7 +109,7 @@ def _base(config: Path) -> str:
     return f"it was made for {base}" if base else "give an adapter of this very model"
 
 
-def _reason(error: BaseException) -> str:
-    """The telling line of an exception: of a list of misshaped tensors, the first."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return next((line for line in lines if line.startswith("size mismatch")), (lines or [type(error).__name__])[0])
+def _misfit(error: BaseException) -> str:
+    """One line of an exception: of a list of tensors of another shape, the first."""
+    lines = (line.strip() for line in str(error).splitlines())
+    return next((line for line in lines if line.startswith("size mismatch")), first_line(error))

@@ -13,13 +13,12 @@ from paceline.stop_tokens import stop_token_ids
 from paceline.target_model.adapter import identify_adapter
 from paceline.target_model.files import TOKENIZER_FILES, fingerprint, identify, resolve_folder
 from paceline.target_model.gguf import gguf_config, identify_gguf
+from paceline.text import first_line
 from paceline.types import TargetFacts
 
-LAYER_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 GENERATORS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 """How classes end that predict next tokens."""
-POSITION_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx")
-HIDDEN_KEYS = ("hidden_size", "n_embd", "d_model", "dim")
+NORM_KEYS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps")
 
 
 def describe_target(settings: TargetConfig) -> TargetFacts:
@@ -47,17 +46,15 @@ def describe(
     config = read_config(path, trust_remote_code)
     text = config.get_text_config(decoder=True)
     raw = {} if path.endswith(".gguf") else _raw_config(folder)
-    num_layers, hidden = _first(text, LAYER_KEYS), _first(text, HIDDEN_KEYS)
-    vocab = _first(text, ("vocab_size",))
-    missing = [
-        name for name, value in (("layers", num_layers), ("hidden size", hidden), ("vocabulary", vocab)) if not value
-    ]
-    if missing:
+    num_layers, hidden, vocab = (_whole(text, name) for name in ("num_hidden_layers", "hidden_size", "vocab_size"))
+    if num_layers is None or hidden is None or vocab is None:
+        sizes = {"layers": num_layers, "hidden size": hidden, "vocabulary": vocab}
+        missing = ", ".join(name for name, value in sizes.items() if value is None)
         raise TargetError(
-            f"target.path = {path}: its configuration ({text.model_type}) does not say its {', '.join(missing)}; "
+            f"target.path = {path}: its configuration ({text.model_type}) does not say its {missing}; "
             "such an architecture cannot be a target"
         )
-    heads = _first(text, ("num_attention_heads", "n_head", "n_heads"))
+    heads = _whole(text, "num_attention_heads")
     identity = _identity(path, folder, raw, adapter, quantization)
     return TargetFacts(
         path=path,
@@ -66,14 +63,14 @@ def describe(
         num_layers=num_layers,
         hidden_size=hidden,
         vocab_size=vocab,
-        intermediate_size=_first(text, ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")),
+        intermediate_size=_whole(text, "intermediate_size", "ffn_hidden_size", "ffn_dim"),
         num_attention_heads=heads,
-        num_key_value_heads=_first(text, ("num_key_value_heads", "multi_query_group_num")) or heads,
-        head_dim=_first(text, ("head_dim",)) or (hidden // heads if heads else None),
-        rms_norm_eps=_real(text, ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps")),
+        num_key_value_heads=_whole(text, "num_key_value_heads") or heads,
+        head_dim=_whole(text, "head_dim") or (hidden // heads if heads else None),
+        rms_norm_eps=_real(text, *NORM_KEYS),
         rope_theta=_rope_theta(text),
-        max_position_embeddings=_first(text, POSITION_KEYS),
-        initializer_range=_real(text, ("initializer_range",)),
+        max_position_embeddings=_whole(text, "max_position_embeddings"),
+        initializer_range=_real(text, "initializer_range"),
         tied_head=_tied(config, text),
         bos_token_id=_token(config, text, "bos_token_id"),
         eos_token_ids=stop_token_ids(str(folder), _tokenizer_eos(path, folder, text, trust_remote_code), vocab),
@@ -92,7 +89,8 @@ def num_positions(settings: TargetConfig) -> int | None:
     folder = resolve_folder(settings.path, weights=False)
     if not settings.path.endswith(".gguf") and not (folder / "config.json").is_file():
         return None
-    return _first(read_config(settings.path, settings.trust_remote_code).get_text_config(decoder=True), POSITION_KEYS)
+    text = read_config(settings.path, settings.trust_remote_code).get_text_config(decoder=True)
+    return _whole(text, "max_position_embeddings")
 
 
 def identify_target(settings: TargetConfig) -> dict[str, str]:
@@ -146,12 +144,6 @@ def read_config(path: str, trust_remote_code: bool = False) -> Any:
         raise TargetError(f"target.path = {path}: config.json cannot be used ({first_line(error)})") from error
     _check_causal(path, config, raw)
     return config
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an exception's text, with the next where it ends with a colon; or its class name."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return " ".join(lines[: 2 if lines[0].endswith(":") else 1]) if lines else type(error).__name__
 
 
 def causal_classes(model_type: str) -> list[str]:
@@ -223,14 +215,25 @@ def _raw_config(folder: Path) -> dict[str, Any]:
     return raw
 
 
-def _first(config: Any, names: tuple[str, ...]) -> Any:
-    """The first whole number among attributes; lists (one entry a layer) give their largest."""
+def _whole(config: Any, *names: str) -> int | None:
+    """The first whole number among attributes; lists (one entry a layer) give their largest.
+
+    transformers' `attribute_map` answers to the usual names where a family has names of its own.
+    """
     for name in names:
         value = _attribute(config, name)
         if isinstance(value, (list, tuple)) and value and all(isinstance(entry, int) for entry in value):
             value = max(value)
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:
             return value
+    return None
+
+
+def _real(config: Any, *names: str) -> float | None:
+    for name in names:
+        value = _attribute(config, name)
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            return float(value)
     return None
 
 
@@ -242,14 +245,6 @@ def _attribute(config: Any, name: str) -> Any:
         return None
 
 
-def _real(config: Any, names: tuple[str, ...]) -> float | None:
-    for name in names:
-        value = _attribute(config, name)
-        if isinstance(value, (int, float)) and not isinstance(value, bool):
-            return float(value)
-    return None
-
-
 def _rope_theta(text: Any) -> float | None:
     parameters = getattr(text, "rope_parameters", None)
     if isinstance(parameters, dict):
@@ -259,7 +254,7 @@ def _rope_theta(text: Any) -> float | None:
             entry = parameters.get(kind)
             if isinstance(entry, dict) and "rope_theta" in entry:
                 return float(entry["rope_theta"])
-    return _real(text, ("rope_theta", "rotary_emb_base"))
+    return _real(text, "rope_theta", "rotary_emb_base")
 
 
 def _tied(config: Any, text: Any) -> bool:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import TargetError
+from paceline.text import first_line
 
 HUB_NAME = re.compile(r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*$")
 """What may be a name on the hub rather than a path."""
@@ -58,9 +59,8 @@ def _fetch(name: str, *, weights: bool) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=wanted))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise TargetError(
-            f"target.path = {name}: no such folder, and it could not be fetched from the hub ({reason}); "
+            f"target.path = {name}: no such folder, and it could not be fetched from the hub ({first_line(error)}); "
             "give an existing folder or a hub name that this machine can reach"
         ) from error
 

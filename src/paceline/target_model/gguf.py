@@ -15,6 +15,7 @@ from typing import Any
 
 from paceline.errors import TargetError
 from paceline.target_model.files import hash_files
+from paceline.text import first_line
 
 
 def gguf_config(file: Path) -> Any:
@@ -49,7 +50,9 @@ def _config(file: Path, size: int, changed_ns: int) -> Any:
     try:
         return AutoConfig.from_pretrained(str(file.parent), gguf_file=file.name, local_files_only=True)
     except (ValueError, KeyError, TypeError, OSError, ImportError, AttributeError, IndexError, struct.error) as error:
-        raise TargetError(f"target.path = {file}: cannot be used ({_reason(error)}); fetch the file again") from error
+        raise TargetError(
+            f"target.path = {file}: cannot be used ({first_line(error)}); fetch the file again"
+        ) from error
 
 
 @lru_cache(maxsize=4)
@@ -59,12 +62,13 @@ def _identity(file: Path, size: int, changed_ns: int) -> tuple[tuple[str, str], 
     try:
         end = GGUFReader(file).data_offset
     except (ValueError, KeyError, OSError, IndexError, struct.error) as error:
-        raise TargetError(f"target.path = {file}: cannot be used ({_reason(error)}); fetch the file again") from error
+        raise TargetError(
+            f"target.path = {file}: cannot be used ({first_line(error)}); fetch the file again"
+        ) from error
     with file.open("rb") as stream:
         header = hashlib.sha256(stream.read(end)).hexdigest()
     return ("configuration", header), ("weights", hash_files([file]))
 
 
-def _reason(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+def _unusable(file: Path, error: BaseException) -> TargetError:
+    return TargetError(f"target.path = {file}: cannot be used ({first_line(error)}); fetch the file again")

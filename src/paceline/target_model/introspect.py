@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import TargetError
+from paceline.text import first_line
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +104,9 @@ def find_structure(model: Any, num_layers: int) -> Structure:
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # kernels that are missing, shapes that quantized weights do not allow
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise TargetError(f"{type(model).__name__}: it loads, but cannot run on {weight.device} ({reason})") from error
+        raise TargetError(
+            f"{type(model).__name__}: it loads, but cannot run on {weight.device} ({first_line(error)})"
+        ) from error
     fitting = [(name, called) for name, called in stacks.items() if len(called) == num_layers]
     if not fitting:
         seen = ", ".join(f"{name} ({len(called)})" for name, called in stacks.items()) or "none"

@@ -15,13 +15,14 @@ from paceline.config import TargetConfig, devices_of
 from paceline.errors import TargetError
 from paceline.target_model.adapter import merge_adapter
 from paceline.target_model.device_map import home_of, placement_options
-from paceline.target_model.facts import describe_target, first_line, model_class, read_config
+from paceline.target_model.facts import describe_target, model_class, read_config
 from paceline.target_model.files import read_header, resolve_folder, weight_files
 from paceline.target_model.introspect import Structure, find_structure
 from paceline.target_model.model import TargetModel
 from paceline.target_model.quantize import quantised, quantization_options, stored_quantization, widen
 from paceline.target_model.row_check import needs_mask, prove_packed
 from paceline.target_model.taps import check_taps
+from paceline.text import first_line
 from paceline.types import TargetFacts
 
 DTYPES = {

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from paceline.errors import TargetError
-from paceline.target_model.facts import first_line
+from paceline.text import first_line
 
 BITS = {"8bit": {"load_in_8bit": True}, "4bit": {"load_in_4bit": True}}
 

@@ -32,7 +32,7 @@ def default_taps(num_layers: int, num_taps: int) -> list[int]:
         taps = [num_layers // 2]
     else:
         taps = [round(1 + j * (num_layers - 4) / (num_taps - 1)) for j in range(num_taps)]
-    if taps != sorted(set(taps)) or min(taps) < 0 or max(taps) >= num_layers:
+    if taps != sorted(set(taps)) or taps[0] < 0 or taps[-1] >= num_layers:
         raise TargetError(
             f"target.num_taps = {num_taps}: the usual rule gives {taps} on {num_layers} layers, which are not "
             f"{num_taps} layers in order; lower num_taps or list `target.taps` yourself (0 to {num_layers - 1})"
@@ -40,18 +40,15 @@ def default_taps(num_layers: int, num_taps: int) -> list[int]:
     return taps
 
 
-def check_taps(taps: Sequence[int], num_layers: int) -> list[str]:
-    """Refuses taps that the target does not have.
+def check_taps(taps: Sequence[int], num_layers: int) -> None:
+    """Refuses taps that a target does not have, or that servers would read in another order.
 
     Args:
         taps: layer ids, in the order in which their features are concatenated.
         num_layers: decoder layers of the target.
 
-    Returns:
-        Notes for the user, one line each: the taps are usable but unusual.
-
     Raises:
-        TargetError: empty, repeated or outside 0..num_layers-1; all in one line.
+        TargetError: empty, outside 0..num_layers-1, or not ascending; all in one line.
     """
     shown = f"target.taps = {list(taps)}"
     if not taps:
@@ -62,15 +59,6 @@ def check_taps(taps: Sequence[int], num_layers: int) -> list[str]:
             f"{shown}: no such layer {', '.join(map(str, outside))}; the target has {num_layers} layers, "
             f"ids 0 to {num_layers - 1} (id i is the output of 0-based layer i)"
         )
-    repeated = sorted({tap for tap in taps if list(taps).count(tap) > 1})
-    if repeated:
-        raise TargetError(f"{shown}: layer {', '.join(map(str, repeated))} is listed more than once; list each once")
-    notes = []
-    if num_layers - 1 in taps:
-        notes.append(
-            f"{shown}: {num_layers - 1} is the last layer; its raw output (before the final norm) is tapped and "
-            "the target forward cannot stop early"
-        )
-    if list(taps) != sorted(taps):
-        notes.append(f"{shown}: not ascending; features are concatenated in the order given")
-    return notes
+    ascending = sorted(set(taps))
+    if list(taps) != ascending:
+        raise TargetError(f"{shown}: must ascend, each layer once, as vLLM reads them in that order; write {ascending}")
