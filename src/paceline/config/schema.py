@@ -113,8 +113,9 @@ class PlanConfig(Section):
     """Padded context tokens of a micro-batch at most (the target's work)."""
     max_samples: int = Field(default=64, ge=1, le=MAX_COUNT)
     """Samples of a micro-batch at most."""
-    draft_position_budget: int | None = Field(default=65_536, ge=1, le=MAX_COUNT)
-    """Anchors × block size of a micro-batch at most (the drafter's work and memory). null: no limit."""
+    draft_position_budget: int | None = Field(default=None, ge=1, le=MAX_COUNT)
+    """Anchors × block size of a micro-batch at most (the drafter's work). Unset: no limit; what does not fit a card at
+    once is done in passes, see `drafter.positions_per_pass`."""
     width_multiple: int = Field(default=64, ge=1, le=MAX_COUNT)
     """Padded widths are multiples of this many tokens."""
     attention_length: int | None = Field(default=None, ge=1, le=MAX_COUNT)
