@@ -34,7 +34,7 @@ def test_importing_loads_nothing_heavy(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_functions_stay_when_submodules_of_their_names_are_imported() -> None:
+def test_functions_stay_when_submodules_are_imported() -> None:
     import paceline.evaluate.report
     import paceline.export.verify
     import paceline.train

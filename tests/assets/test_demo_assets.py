@@ -119,7 +119,7 @@ def test_evaluation_answers_are_the_targets_own_greedy_ones(model, tokenizer, he
             assert len(answer) == row["answer_tokens"][turn // 2]
 
 
-def test_the_template_marks_answers_and_their_end_and_nothing_else(tokenizer, held_out):
+def test_the_template_marks_answers_and_their_end_only(tokenizer, held_out):
     row = next(row for row in held_out if len(row["messages"]) > 2)
     messages = [{"role": "system", "content": "Be short."}, *row["messages"]]
     made = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
@@ -140,7 +140,7 @@ def test_the_template_marks_answers_and_their_end_and_nothing_else(tokenizer, he
     assert asked.endswith("<|im_end|>\n<|im_start|>assistant\n")
 
 
-def test_the_target_predicts_held_out_text_better_than_pairs_of_tokens_do(model, tokenizer, held_out):
+def test_the_target_predicts_better_than_bigrams(model, tokenizer, held_out):
     assert TRAINING["target"]["answer_loss"] < TRAINING["bigram"]["answer_loss"] - 1.0
     assert TRAINING["target"]["all_loss"] < TRAINING["bigram"]["all_loss"] - 0.5
     losses = []

@@ -349,7 +349,7 @@ def test_a_place_that_holds_something_else(make: MakeSettings, tmp_path: Path) -
     assert [entry.name for entry in (tmp_path / "run").iterdir()] == ["letters.txt"]
 
 
-def test_a_run_that_was_started_with_other_settings_or_another_target(make: MakeSettings, tmp_path: Path) -> None:
+def test_a_run_with_other_settings_or_target_is_refused(make: MakeSettings, tmp_path: Path) -> None:
     settings = load_settings(make(), {})
     models = resolve_models(settings)
     facts, spec = models.facts, models.spec

@@ -61,9 +61,7 @@ def test_put_returns_while_it_writes_and_the_next_waits_for_it(tmp_path: Path) -
     )
 
 
-def test_an_error_comes_at_the_next_look_and_what_was_there_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_comes_at_the_next_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     writer = CheckpointWriter(tmp_path, CheckpointConfig())
     writer.put(1, state(1), {})
     writer.wait()
@@ -96,7 +94,7 @@ def test_the_same_step_is_not_written_again(tmp_path: Path) -> None:
     assert gate.seen == [(3, 3.0)]
 
 
-def test_a_writer_travels_to_another_process_and_clears_what_a_kill_left(tmp_path: Path) -> None:
+def test_a_pickled_writer_clears_what_a_kill_left(tmp_path: Path) -> None:
     half = checkpoints.checkpoint_path(tmp_path, 7)
     half.with_name(half.name + ASIDE).mkdir(parents=True)
     writer = pickle.loads(pickle.dumps(CheckpointWriter(tmp_path, CheckpointConfig(keep_last=1))))

@@ -67,7 +67,7 @@ def test_a_checkpoint_holds_what_the_run_is_and_where_it_stands(finished: Path) 
     assert len(moments) == 3 * len(state["network"])
 
 
-def test_what_is_kept_is_measured_exported_and_never_ahead_of_the_metrics(
+def test_kept_checkpoints_are_measured_and_exported(
     make_run: MakeRun, demo_assets: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     ahead: list[tuple[int, int]] = []

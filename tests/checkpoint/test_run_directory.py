@@ -172,7 +172,7 @@ def test_files_that_hold_something_else_are_one_clear_line(tmp_path: Path, conte
             run_directory.read_run_facts(tmp_path)
 
 
-def test_where_settings_changed_what_follows_from_them_is_no_error_of_its_own(tmp_path: Path) -> None:
+def test_facts_that_follow_from_settings_are_not_errors(tmp_path: Path) -> None:
     run_directory.open_run(settings(tmp_path / "r"), {**FACTS, "total_steps": 30})
     with pytest.raises(RunDirectoryError) as caught:
         run_directory.open_run(settings(tmp_path / "r", train={"max_steps": 60}), {**FACTS, "total_steps": 60})

@@ -61,7 +61,7 @@ def test_a_run_is_held_under_all_its_names(tmp_path: Path) -> None:
         ended(other)
 
 
-def test_where_nothing_can_be_made_beside_a_run_the_file_is_inside(tmp_path: Path) -> None:
+def test_the_lock_is_inside_where_nothing_fits_beside(tmp_path: Path) -> None:
     """As with a mounted run directory whose parent is read-only; here the name of the file beside is too long."""
     run = tmp_path / ("r" * 250)
     with pytest.raises(RunDirectoryError, match="cannot be made or locked"), hold_run(run):

@@ -129,7 +129,7 @@ def test_a_setting_without_effect_is_an_error(
     assert len(error.value.errors) == 1
 
 
-def test_variables_that_servers_need_are_those_that_no_setting_says(folder_of: Callable[[str], str]) -> None:
+def test_servers_get_only_variables_that_no_setting_gives(folder_of: Callable[[str], str]) -> None:
     plain, thoughtful = read_row(CHATS["plain"].row), read_row(CHATS["thought"].row)
     assert isinstance(plain, Conversation) and isinstance(thoughtful, Conversation)
     for start, thinking, needed in (

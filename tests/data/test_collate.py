@@ -78,7 +78,7 @@ def test_the_row_that_is_not_as_long_as_the_index_says_is_named() -> None:
         collate(planned([3, 0, 2], 32), Shorter(), sample_anchors, seed=3, num_anchors=4, pad_id=7)
 
 
-def test_a_row_whose_mask_is_not_the_one_that_was_planned_is_named() -> None:
+def test_a_row_with_another_mask_than_planned_is_named() -> None:
     class Damaged(Source):
         def read(self, rows: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
             return [(ids, mask & (len(ids) != 9)) for ids, mask in super().read(rows)]

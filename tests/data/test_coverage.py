@@ -15,7 +15,7 @@ from paceline.data.coverage import (
     losses,
     passes_sentence,
 )
-from paceline.data.report import Cap, Count, PrepareReport, TagTotals
+from paceline.data.report import Cap, Count, PrepareReport, TagTokens
 from paceline.errors import DataError
 
 
@@ -60,7 +60,7 @@ def test_a_loss_is_said_in_tokens_share_and_tags() -> None:
         "cut_answer": Count(1, "a:4", "", 5, {}),
         "duplicate": Count(1, "a:5", "", 5, {}),
     }
-    tags = {"code": TagTotals(9, 500, 300, 500), "chat": TagTotals(9, 500, 190, 10)}
+    tags = {"code": TagTokens(9, 500, 300, 500), "chat": TagTokens(9, 500, 190, 10)}
     (sentence,) = losses(report_of(set_aside=counts, tags=tags))
     assert sentence == (
         "510 supervised tokens (51 %) are lost in 27 samples: longer than data.max_length; by tag: code 62 %, "

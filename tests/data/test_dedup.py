@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from paceline.data import dedup
-from paceline.data.dedup import KEYS, NEAR, HeldOut, are_near, near_keys, repeats
+from paceline.data.dedup import KEYS, NEAR, HeldOutPrompts, are_near, near_keys, repeats
 
 
 def grams(ids: np.ndarray) -> set[tuple[int, ...]]:
@@ -84,15 +84,15 @@ def test_repeats_are_those_of_a_dictionary(
 
 def test_held_out_prompts_are_found_exactly_and_nearly() -> None:
     long = b"explain how the tide depends on the moon and on the shape of the coast, in three sentences"
-    held = HeldOut([long, b"hi", b"hi", b""])
+    held = HeldOutPrompts([long, b"hi", b"hi", b""])
     assert held.prompts == {long, b"hi", b""}
     asked = [b"hi", b"ho", long, long + b"!", b"something that is quite different", long[20:], b""]
     assert held.nearly_holds(asked) == {b"hi", long, long + b"!", b""}
-    assert HeldOut().nearly_holds(asked) == set() == held.nearly_holds([])
+    assert HeldOutPrompts().nearly_holds(asked) == set() == held.nearly_holds([])
 
 
 def test_prompts_of_one_pattern_are_not_nearly_the_same() -> None:
-    held = HeldOut(f"write a class `{name}` that keeps the fields `{name[:3]}`".encode() for name in NAMES[::2])
+    held = HeldOutPrompts(f"write a class `{name}` that keeps the fields `{name[:3]}`".encode() for name in NAMES[::2])
     assert (
         held.nearly_holds([f"write a class `{name}` that keeps `{name[1:]}`".encode() for name in NAMES[1::2]]) == set()
     )

@@ -160,9 +160,7 @@ def test_every_prompt_is_answered_turn_by_turn(tmp_path: Path, serve: Callable[.
     assert body["chat_template_kwargs"] == {"enable_thinking": False}
 
 
-def test_reasoning_and_tool_turns_go_back_as_the_protocol_writes_them(
-    tmp_path: Path, serve: Callable[..., Server]
-) -> None:
+def test_reasoning_and_tool_turns_follow_the_protocol(tmp_path: Path, serve: Callable[..., Server]) -> None:
     call = {"id": "c1", "function": {"name": "add", "arguments": {"a": 1}}}
     turns = [
         {"role": "user", "content": "question"},
@@ -233,9 +231,7 @@ def test_an_answer_that_does_not_come_is_asked_for_again(tmp_path: Path, serve: 
     assert made.counts.written == 1 and made.retries == 1
 
 
-def test_a_server_that_dies_keeps_what_was_answered_and_the_run_goes_on(
-    tmp_path: Path, serve: Callable[..., Server]
-) -> None:
+def test_answers_before_a_dead_server_are_kept(tmp_path: Path, serve: Callable[..., Server]) -> None:
     prompts = [asked(number) for number in range(30)]
     dying = serve(lambda number, body: "gone" if number >= 10 else None)
     with pytest.raises(DataError, match=r"failed 4 times in a row.*run the same command to go on") as error:

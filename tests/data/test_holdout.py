@@ -90,9 +90,7 @@ def test_the_share_is_what_is_asked() -> None:
     assert all(is_held_out(f"{n}".encode(), 0.3) for n in range(2000) if is_held_out(f"{n}".encode(), 0.02))
 
 
-def test_without_a_share_nothing_is_held_out_and_too_few_documents_are_told(
-    tmp_path: Path, chatml: str, write_rows: Write
-) -> None:
+def test_nothing_is_held_out_without_a_share(tmp_path: Path, chatml: str, write_rows: Write) -> None:
     report = run([write_rows(ROWS)], tmp_path / "store", chatml, heldout_share=0.0)
     assert report.heldout_rows == 0 and report.samples == 60 and not (tmp_path / "store" / HELDOUT).exists()
     one = write_rows([{**row, "document": "book 1"} for row in ROWS], "one.jsonl")
@@ -102,9 +100,7 @@ def test_without_a_share_nothing_is_held_out_and_too_few_documents_are_told(
         run([one], tmp_path / "all", chatml, heldout_share=1 - 1e-9)
 
 
-def test_held_out_rows_keep_the_tags_of_their_file_and_are_there_once(
-    tmp_path: Path, chatml: str, write_rows: Write
-) -> None:
+def test_held_out_rows_keep_their_tags_and_come_once(tmp_path: Path, chatml: str, write_rows: Write) -> None:
     often = write_rows([{**row, "tags": ["own", "code"]} for row in ROWS[:30]], "often.jsonl")
     rare = write_rows(ROWS[30:], "rare.jsonl")
     report = run([f"{often}#tag=code&weight=3", f"{rare}#weight=0.01"], tmp_path / "store", chatml)

@@ -306,7 +306,7 @@ def test_the_text_alone_is_learned_where_that_is_meant(family_folder: Callable[[
         prepare_case(families.CHATML, call_alone, folder, on_not_written="text")
 
 
-def test_ids_of_a_server_are_learned_where_they_are_those_of_the_text(family_folder: Callable[[Family], str]) -> None:
+def test_token_ids_of_a_server_are_used_if_they_fit_the_text(family_folder: Callable[[Family], str]) -> None:
     folder = family_folder(families.CHATML)
     tokenizer = load_tokenizer(folder)
     letters = [tokenizer.encode(letter, add_special_tokens=False)[0] for letter in "Hello."]

@@ -112,7 +112,7 @@ def test_a_lock_that_cannot_be_made_is_one_line(tmp_path: Path, chatml: str, wri
 
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS, errno.ENOLCK])
-def test_a_store_that_is_there_needs_no_lock_where_none_can_be_made(
+def test_an_existing_store_needs_no_lock(
     number: int, tmp_path: Path, chatml: str, write_rows: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = write_rows(CHATS)

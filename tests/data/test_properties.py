@@ -37,7 +37,7 @@ def conversation_of(system: str | None, turns: list[tuple[str, str]]) -> Convers
 @pytest.mark.parametrize("family", SERVED, ids=lambda family: family.name)
 @settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(system=SYSTEM, turns=TURNS)
-def test_every_answer_is_supervised_once_behind_the_tokens_of_its_server(
+def test_every_answer_is_supervised_once_after_its_prompt(
     family: Family, family_folder: Callable[[Family], str], system: str | None, turns: list[tuple[str, str]]
 ) -> None:
     tokenizer = load_tokenizer(family_folder(family))

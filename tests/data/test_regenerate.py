@@ -163,7 +163,7 @@ def test_the_same_prompt_is_asked_once(tmp_path):
     assert len(read(tmp_path / "out.jsonl")) == 2
 
 
-def test_cut_answers_are_dropped_to_a_file_of_their_own_and_not_asked_again(tmp_path):
+def test_cut_answers_go_to_another_file_and_are_not_repeated(tmp_path):
     prompts = [row("fine"), row("much too long", "never asked")]
     output = tmp_path / "out.jsonl"
     report = regenerate(prompts, Echo(), TOKENIZER, RegenerateSettings(GREEDY), output)
@@ -243,7 +243,7 @@ def test_a_question_that_does_not_fit_goes_with_its_tool_turns(tmp_path):
     assert [turn["content"] for turn in read(tmp_path / "out.jsonl")[0]["messages"]] == ["b", "B"]
 
 
-def test_questions_too_long_for_a_smaller_context_are_not_taken_for_answered(tmp_path):
+def test_too_long_questions_do_not_count_as_answered(tmp_path):
     output = tmp_path / "out.jsonl"
     small = RegenerateSettings(GREEDY, max_context_tokens=1)
     assert regenerate([row("a")], Echo(), TOKENIZER, small, output).written == 0

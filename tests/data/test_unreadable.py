@@ -35,7 +35,7 @@ def run(name: Path, folder: str, store: Path) -> None:
 
 
 @pytest.mark.parametrize(("content", "wanted"), [(" yes", " yes"), ("\n\n  in", "\n\n  in"), ("yes", "yes")])
-def test_white_space_of_an_answer_behind_empty_think_tags_is_the_answers(
+def test_white_space_after_empty_think_tags_is_kept(
     family_folder: Callable[[Family], str], content: str, wanted: str
 ) -> None:
     tokenizer = load_tokenizer(family_folder(families.NO_SWITCH))
@@ -78,9 +78,7 @@ def test_rows_of_a_table_that_cannot_be_read_are_set_aside(
 
 
 @pytest.mark.parametrize("damage", [damaged_pages])
-def test_a_table_whose_rows_cannot_be_read_is_refused_in_one_line(
-    damage: Callable[[Path], None], chatml: str, tmp_path: Path
-) -> None:
+def test_a_table_that_cannot_be_read_is_one_line(damage: Callable[[Path], None], chatml: str, tmp_path: Path) -> None:
     file = tmp_path / "rows.parquet"
     damage(file)
     with pytest.raises(DataError, match=r"rows\.parquet: row 1 and the rows after it cannot be read as parquet"):
@@ -178,7 +176,7 @@ def test_a_count_that_is_null_is_no_error(monkeypatch: pytest.MonkeyPatch, tmp_p
         (Endpoint("http://localhost/v1", key="abc\n"), "key .* line end"),
     ],
 )
-def test_an_endpoint_that_cannot_be_used_is_refused_before_it_is_asked(endpoint: Endpoint, said: str) -> None:
+def test_an_unusable_endpoint_is_refused_first(endpoint: Endpoint, said: str) -> None:
     with pytest.raises(DataError, match=said):
         Client(endpoint)
 

@@ -73,7 +73,7 @@ def test_the_pad_id_is_never_seen():
     assert TargetGenerator(MODEL, 0, [STOP])(PROMPTS, SAMPLED) == TargetGenerator(MODEL, 33, [STOP])(PROMPTS, SAMPLED)
 
 
-def test_sampled_answers_change_with_the_seed_and_not_with_the_global_stream():
+def test_sampled_answers_ignore_the_global_stream():
     generate = TargetGenerator(MODEL, pad_id=0, stop_ids=[STOP])
     torch.manual_seed(1)
     first = generate(PROMPTS, SAMPLED)

@@ -496,7 +496,7 @@ def test_batches_carry_what_the_teacher_reads():
 
 
 @pytest.mark.parametrize("weighting", ["token", "anchor", "sample"])
-def test_dpace_gradient_is_that_of_plain_autograd_with_fixed_weights(weighting):
+def test_dpace_gradient_equals_plain_autograd(weighting):
     """Weights are the drafter's own chances, and must be held fixed: with their gradient the loss is another one."""
     spec = small_spec()
     objective = {"name": "dpace", "weighting": weighting}
@@ -520,7 +520,7 @@ def test_dpace_gradient_is_that_of_plain_autograd_with_fixed_weights(weighting):
         torch.testing.assert_close(gradient_of(learner)[name], gradient, rtol=1e-4, atol=1e-5)
 
 
-def test_each_step_takes_the_values_that_its_schedules_have_in_it():
+def test_each_step_takes_the_values_of_its_schedules():
     """γ, the shares of terms, noise and learning rate: none a step late or early."""
     spec, steps = small_spec(), 6
     way = {"first_step": 1, "last_step": 4}

@@ -76,7 +76,7 @@ def test_parameters_are_those_of_the_network():
 
 @pytest.mark.parametrize("spec", [SPEC, WIDE])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_activations_are_within_10_percent_of_what_autograd_keeps(spec, dtype):
+def test_activations_are_within_a_tenth_of_autograd(spec, dtype):
     learner, batch = learner_of(spec, dtype), batch_of(spec, getattr(torch, dtype))
     others = [*learner.parameters, batch.features, learner._head, learner._embedding]
     known, kept = {tensor.untyped_storage().data_ptr() for tensor in others}, {}

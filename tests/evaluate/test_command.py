@@ -116,7 +116,7 @@ def test_prompt_sets_give_their_tags_and_later_turns(target, folder, tmp_path, c
     assert report["lossless"]["errors"] == 0
 
 
-def test_a_prompt_longer_than_the_context_is_set_aside_in_one_line(target, folder, tmp_path, capsys):
+def test_a_prompt_longer_than_the_context_is_set_aside(target, folder, tmp_path, capsys):
     file = tmp_path / "chats.jsonl"
     texts = ["What is rain?", "rain and snow " * 3000]
     chats = [{"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": "x"}]} for text in texts]
@@ -178,9 +178,7 @@ def test_errors_are_one_line(target, folder, capsys, words, says):
     assert code in (1, 2) and says in shown and shown.count("error:") == 1
 
 
-def test_a_error_of_the_last_drafter_comes_before_the_first_is_decoded(
-    target, folder, demo_assets, tmp_path, capsys, monkeypatch
-):
+def test_all_drafters_are_checked_before_the_first_decodes(target, folder, demo_assets, tmp_path, capsys, monkeypatch):
     other = shutil.copytree(folder, tmp_path / "other")
     (other / "model.safetensors").write_bytes(b"none")
     decoded: list[str] = []

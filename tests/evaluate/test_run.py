@@ -153,7 +153,7 @@ def test_trees_are_refused_before_anything_is_decoded(make_pair, prompts, monkey
     assert not begun and len(error.value.errors) == 1
 
 
-def test_sampled_answers_are_drawn_from_the_seed_and_not_compared(make_pair, prompts):
+def test_sampled_answers_depend_on_the_seed(make_pair, prompts):
     target, network = make_pair("qwen3")
     asked = [Prompt(str(at), ids) for at, ids in enumerate(prompts[:4])]
 

@@ -54,7 +54,7 @@ def replaced(config: dict[str, Any], path: tuple[Any, ...], value: Any) -> str:
 
 
 @pytest.mark.parametrize("format", ["zlab", "speculators"])
-def test_odd_values_anywhere_are_an_error_in_words_or_make_a_drafter_that_works(folder, format) -> None:
+def test_odd_values_are_errors_or_make_a_working_drafter(folder, format) -> None:
     made = folder(format)
     faithful, _ = read_drafter(made)
     config = json.loads((made / "config.json").read_text())

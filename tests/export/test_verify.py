@@ -166,7 +166,7 @@ def _plain_draft(spec, state, features, block):
 @pytest.mark.parametrize(
     "kind", ["full", "full causal", "sliding causal and full", "sliding bidirectional", "sliding causal"]
 )
-def test_golden_tensors_are_what_a_drafter_written_out_with_loops_gives(tmp_path, make_spec, make_state, kind) -> None:
+def test_golden_tensors_equal_a_drafter_written_with_loops(tmp_path, make_spec, make_state, kind) -> None:
     spec = make_spec(kind)
     state = make_state(spec)
     generator = torch.Generator().manual_seed(4)

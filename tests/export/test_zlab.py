@@ -64,7 +64,7 @@ def test_configuration_word_for_word(make_spec) -> None:
         ("full causal", True),
     ],
 )
-def test_causality_flag_is_written_only_where_the_default_is_wrong(make_spec, kind, flag) -> None:
+def test_causality_is_written_where_the_default_is_wrong(make_spec, kind, flag) -> None:
     assert zlab_config(make_spec(kind), "float32").get("is_causal") == flag
 
 
@@ -143,7 +143,7 @@ def test_content_hash_tells_weights_of_one_name_apart(make_spec, make_state) -> 
     assert content_hash(first) != content_hash(second)
 
 
-def test_folder_appears_whole_and_an_older_one_survives_a_failure(tmp_path, make_spec, make_state) -> None:
+def test_a_folder_appears_whole_or_the_old_one_stays(tmp_path, make_spec, make_state) -> None:
     spec = make_spec()
     write_zlab(tmp_path / "drafter", spec, make_state(spec), dtype="float32")
 

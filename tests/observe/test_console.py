@@ -26,7 +26,7 @@ def watch(tmp_path, settings: ObserveConfig, *, terminal: bool, steps: int = 20,
     return screen.getvalue()
 
 
-def test_plain_lines_are_the_first_the_last_and_one_every_ten_seconds(tmp_path):
+def test_plain_lines_come_first_last_and_every_ten_seconds(tmp_path):
     lines = watch(tmp_path, ObserveConfig(), terminal=False).splitlines()
     steps = [int(line.split()[1].split("/")[0]) for line in lines if line.startswith("step ")]
     assert steps == [1, 11, 20]

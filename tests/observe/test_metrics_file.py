@@ -40,7 +40,7 @@ def test_what_is_written_is_read_back(tmp_path):
 
 
 @pytest.mark.parametrize("cut", [1, 7, 40])
-def test_a_half_written_last_line_is_left_out_and_cut_off_at_the_next_start(tmp_path, cut):
+def test_a_half_written_last_line_is_cut_off_at_the_next_start(tmp_path, cut):
     path = tmp_path / "metrics.jsonl"
     write_steps(path, range(1, 6))
     path.write_bytes(path.read_bytes()[:-cut])

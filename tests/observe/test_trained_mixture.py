@@ -58,7 +58,7 @@ def jitter_of(run: History) -> Jitter:
     return found
 
 
-def test_the_diagnosis_names_the_plan_that_hides_lengths_and_is_silent_after(
+def test_the_diagnosis_names_a_plan_that_hides_lengths(
     demo_assets: Path, skewed_chats: Path, tmp_path: Path, record_property: Any
 ) -> None:
     hidden = trained(tmp_path / "hidden", demo_assets, skewed_chats, strategy="bucketed", schedule="shuffled")

@@ -48,7 +48,7 @@ def run_files(run_dir: Path) -> list[Path]:
     return sorted(run_dir.glob("wandb/offline-run-*/*.wandb"))
 
 
-def test_an_offline_run_holds_every_step_and_resumes_under_one_id(tmp_path):
+def test_an_offline_run_holds_every_step_under_one_id(tmp_path):
     run_dir = tmp_path / "first"
     train(run_dir, range(1, 6))
     train(run_dir, range(4, 9), first_step=3)

@@ -169,7 +169,7 @@ class SlowToSay:
 
 
 @pytest.mark.parametrize("delivery", ["ordered", "ready"])
-def test_the_state_is_taken_after_its_report_and_before_the_next_window(delivery: str) -> None:
+def test_the_state_is_taken_between_report_and_next_window(delivery: str) -> None:
     """The simulated drafter refuses to save inside a window."""
     saves = SlowToSay()
     with joined(windows=5, targets=3, buffers=5, delivery=delivery, saves=saves) as (coordinator, _):
@@ -254,7 +254,7 @@ def test_telemetry_sees_queues_and_memory() -> None:
 
 
 @pytest.mark.parametrize("stage", ["target", "drafter"])
-def test_an_exception_names_stage_batch_samples_and_keeps_the_trace(stage: str) -> None:
+def test_an_exception_names_stage_batch_and_samples(stage: str) -> None:
     with joined(**{f"{stage}_error": ("raise", 5)}) as (coordinator, _), pytest.raises(StageError) as caught:
         run(coordinator)
     text = str(caught.value)
@@ -426,7 +426,7 @@ def test_children_end_when_the_parent_dies(tmp_path: Path) -> None:
     assert not Path(f"/proc/{pid}").exists()
 
 
-def test_shared_memory_that_is_too_small_is_refused_with_what_to_lower() -> None:
+def test_too_small_shared_memory_says_what_to_lower() -> None:
     with pytest.raises(StageError, match=r"feature buffers need .* lower plan.token_budget or flow.pool_buffers"):
         FeaturePool(4, 1 << 30, 1 << 14, torch.float32)
 

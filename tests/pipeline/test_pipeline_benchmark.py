@@ -31,7 +31,7 @@ def test_the_slower_stage_is_named(
     assert found.truth == found.bottleneck == slower
 
 
-def test_several_workers_of_each_role_train_every_batch_in_its_window(pipeline: Any) -> None:
+def test_several_workers_train_every_batch_in_its_window(pipeline: Any) -> None:
     load = pipeline.Load(20.0, 20.0, accumulate=2, tokens=200)
     found = pipeline.measure(load, 2, 2, "ready", windows=3)
     assert found.target_s > 0 and found.drafter_s > 0
@@ -53,7 +53,7 @@ def test_the_split_is_the_one_whose_slowest_stage_is_fastest(pipeline: Any, targ
     assert limit(best.targets, best.drafters) == min(limit(count, 8 - count) for count in range(1, 8))
 
 
-def test_jitter_is_the_same_in_every_run_and_leaves_the_average_alone(pipeline: Any) -> None:
+def test_jitter_is_repeatable_and_keeps_the_average(pipeline: Any) -> None:
     load = pipeline.Load()
     factors = [load.factor("target", index) for index in range(4000)]
     assert factors[:5] == [load.factor("target", index) for index in range(5)]

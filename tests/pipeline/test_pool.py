@@ -32,7 +32,7 @@ def test_exact_features_lie_in_the_buffer_itself() -> None:
 
 
 @pytest.mark.parametrize(("transport", "most", "size"), [("bf16", 2**-8, 2), ("fp8", 2**-4, 1)])
-def test_a_smaller_type_loses_no_more_than_its_rounding_in_any_tap(transport: str, most: float, size: int) -> None:
+def test_a_smaller_type_loses_only_its_rounding_in_any_tap(transport: str, most: float, size: int) -> None:
     shared, made = pool(transport), features()
     assert shared.place(0, TOKENS) is None
     shared.write(0, made)

@@ -62,7 +62,7 @@ def test_stays_within_its_bytes_but_for_one_item() -> None:
     prefetcher.close()
 
 
-def test_raises_the_error_of_the_iterator_after_the_items_before_it() -> None:
+def test_an_iterators_error_comes_after_its_items() -> None:
     def items() -> Iterator[int]:
         yield 1
         raise ValueError("row 2")

@@ -55,7 +55,7 @@ def test_a_probe_leaves_the_guarded_first_batch_as_it_would_be(stage: TargetStag
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), MemoryError()])
-def test_what_does_not_fit_is_told_with_its_bytes_and_what_to_lower(
+def test_out_of_memory_names_bytes_and_what_to_lower(
     stage: TargetStage, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
     monkeypatch.setattr(stage._target, "features", raising(error))

@@ -59,7 +59,7 @@ def test_resumes_at_every_position():
         assert list(resumed) == batches, "only the first pass goes on in the middle"
 
 
-def test_state_counts_what_was_handed_out_and_a_second_resume_goes_on():
+def test_state_counts_what_was_handed_out_over_two_resumes():
     sampler = PlanBatchSampler(LENGTHS, SMALL)
     batches = list(sampler)
     handed = iter(sampler)

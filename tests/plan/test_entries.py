@@ -43,7 +43,7 @@ def test_rows_occur_as_often_as_their_weight_says(count, weight, epochs):
     assert sum(times) == int(epochs * exact * count)
 
 
-def test_weight_zero_leaves_a_source_out_and_all_of_them_is_refused():
+def test_weight_zero_leaves_a_source_out():
     lengths = np.arange(1, 11) * 10
     groups = groups_of_labels(["a"] * 4 + ["b"] * 6)
     rows, made = counted(lengths, {"a": 0.0}, groups, 0)
@@ -64,7 +64,7 @@ def test_weights_go_with_dropped_samples_and_carried_ones():
     assert made.kept_over_length == 40
 
 
-def test_a_row_belongs_to_the_first_of_its_tags_that_has_a_weight():
+def test_a_row_has_the_weight_of_its_first_weighted_tag():
     groups = groups_of_tags([["en", "code", "x.jsonl"], ["en", "y.jsonl"], []], {"code": 2.0, "y.jsonl": 0.5})
     assert [groups.names[code] for code in groups.codes] == ["code", "y.jsonl", ""]
 

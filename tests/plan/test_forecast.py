@@ -118,7 +118,7 @@ def test_mean_slots_is_the_mean_over_the_stretch():
     assert mean_slots(np.array([1, 2, 3, 10]), 4) == pytest.approx([1, 1.5, 2, (1 + 2 + 3 * 8) / 10])
 
 
-def test_steps_are_counted_epoch_by_epoch_and_time_is_that_of_real_tokens():
+def test_steps_are_counted_epoch_by_epoch():
     made = of(LENGTHS, ELIGIBLE, SMALL, epochs=4)
     windows = [plan_epoch(LENGTHS, ELIGIBLE, SMALL, epoch=epoch, **SHAPE).num_windows for epoch in range(4)]
     assert (made.epochs, made.total_windows) == (4, sum(windows))

@@ -29,7 +29,7 @@ def test_grid_classes_are_merged_only_where_they_are_small():
     "lengths",
     [np.append(np.full(10_000, 60), 49_152), np.append(np.full(10_000, 500), np.full(60, 2_000))],
 )
-def test_grid_needs_no_more_batches_than_sorted_for_a_few_outliers(lengths):
+def test_grid_needs_no_more_batches_than_sorted(lengths):
     made = {
         strategy: plan_epoch(lengths, None, PlanConfig(strategy=strategy), num_anchors=8, block_size=4, seed=0, epoch=0)
         for strategy in ("grid", "sorted")

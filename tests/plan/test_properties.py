@@ -78,7 +78,7 @@ def check_budgets(made, lengths, eligible, config, shape):
 @pytest.mark.parametrize("strategy", get_args(Strategy))
 @settings(max_examples=EXAMPLES, deadline=None)
 @given(request=requests())
-def test_every_strategy_plans_each_sample_once_within_every_budget(strategy, request):
+def test_every_strategy_plans_each_sample_once_in_budget(strategy, request):
     lengths, eligible, plan, shape = request
     config = PlanConfig(strategy=strategy, **plan)
     made = plan_epoch(lengths, eligible, config, **shape)
@@ -110,7 +110,7 @@ def test_every_schedule_orders_each_batch_once_in_whole_windows(schedule, strate
 
 @settings(max_examples=80, deadline=None)
 @given(request=requests(), strategy=st.sampled_from(get_args(Strategy)))
-def test_stratified_windows_hold_floor_or_ceiling_of_every_bucket(strategy, request):
+def test_stratified_windows_hold_each_buckets_share(strategy, request):
     lengths, eligible, plan, shape = request
     made = plan_epoch(lengths, eligible, PlanConfig(strategy=strategy, **plan), **shape)
     whole = made.num_batches // made.window_size

@@ -51,7 +51,7 @@ def test_last_tenth_of_a_stratified_epoch_is_like_all_of_it():
         assert last.mean() == pytest.approx(distinct.mean(), abs=3 * distinct.std() / np.sqrt(len(last)) + 1e-9)
 
 
-def test_antithetic_windows_vary_least_and_random_ones_less_than_shuffled():
+def test_antithetic_windows_vary_least():
     spreads = [
         step_deviation(made, batch_totals(made))
         for made in (one("stratified"), one("stratified", antithetic=False), one("shuffled"))
@@ -76,7 +76,7 @@ def test_windows_follow_one_another_without_a_trend():
     assert abs(np.corrcoef(means[:-1], means[1:])[0, 1]) < 0.2
 
 
-def test_proportional_keeps_every_bucket_within_one_batch_of_its_share():
+def test_proportional_keeps_each_bucket_near_its_share():
     made = one("proportional", leftover="carry")
     served = np.cumsum(made.buckets[:, None] == np.arange(6), axis=0)
     due = np.bincount(made.buckets, minlength=6) * np.arange(1, made.num_batches + 1)[:, None] / made.num_batches
@@ -133,7 +133,7 @@ def test_curriculum_rises_and_then_is_the_whole_mixture():
     assert one("curriculum", epoch=1, curriculum_epochs=2).fingerprint != one("stratified", epoch=1).fingerprint
 
 
-def test_leftover_batches_form_one_short_window_spread_over_the_lengths():
+def test_leftover_batches_form_one_short_mixed_window():
     made = one("stratified", accumulate=17, grid_class_batches=1)
     rest = made.num_batches % 17
     assert 1 < rest == len(made.window(made.num_windows - 1))

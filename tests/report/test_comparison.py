@@ -39,7 +39,7 @@ def test_two_runs_side_by_side_show_what_differs_and_by_how_much(tmp_path):
     assert set(re.findall(r'href="#([^"]+)"', text)) <= set(ids)
 
 
-def test_runs_of_different_versions_and_half_written_ones_are_still_compared(make_run):
+def test_old_and_half_written_runs_are_compared(make_run):
     first, second = make_run(steps=3, name="a"), make_run(steps=3, name="b")
     path = second / "metrics.jsonl"
     path.write_text(path.read_text().replace('"format":1', '"format":9')[:-40])

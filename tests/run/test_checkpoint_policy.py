@@ -64,7 +64,7 @@ def test_without_minutes_time_does_not_matter() -> None:
     assert not saves.due(planned(4)) and saves.due(planned(5))
 
 
-def test_a_metric_counts_for_the_first_checkpoint_after_it_was_measured() -> None:
+def test_a_metric_counts_for_the_next_checkpoint() -> None:
     known = Known()
     saves = saving(known, [0.0], keep_best="validation/loss")
     known.values = {"validation/loss": (3, 2.5), "loss": (5, 1.0)}
@@ -76,7 +76,7 @@ def test_a_metric_counts_for_the_first_checkpoint_after_it_was_measured() -> Non
     assert known.events == [5, 10, 15]
 
 
-def test_after_a_error_the_checkpoint_that_is_being_written_gets_its_name(tmp_path: Path) -> None:
+def test_an_open_checkpoint_is_finished_after_an_error(tmp_path: Path) -> None:
     known = checkpoints.checkpoint_path(tmp_path, 3).with_name(f"step-00000003{ASIDE}")
     final = checkpoints.checkpoint_path(tmp_path, 8)
     part = final.with_name(final.name + ASIDE)

@@ -117,7 +117,7 @@ def check_card(run_dir: Path, values: dict[str, float]) -> None:
         assert command in card
 
 
-def test_the_newest_checkpoint_is_measured_even_if_another_is_pruned_meanwhile(
+def test_the_newest_checkpoint_is_measured_despite_pruning(
     make_run: MakeRun, demo_assets: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     heldout = {"heldout": [str(demo_assets / "heldout.jsonl")]}
@@ -148,9 +148,7 @@ def test_the_newest_checkpoint_is_measured_even_if_another_is_pruned_meanwhile(
 
 
 @pytest.mark.parametrize("damage", ["unwritable", "unreadable"])
-def test_a_run_that_goes_on_makes_up_for_its_checkpoint_and_does_not_need_the_file(
-    make_run: MakeRun, demo_assets: Path, damage: str
-) -> None:
+def test_a_resumed_run_measures_its_checkpoint_first(make_run: MakeRun, demo_assets: Path, damage: str) -> None:
     heldout = {"heldout": [str(demo_assets / "heldout.jsonl")]}
     file = make_run("run", data=heldout, evaluate=FEW, train={"max_steps": 4}, checkpoint={"every_steps": 2})
     assert main(["train", str(file)]) == 0

@@ -45,7 +45,7 @@ def configure(folder, **changes):
     return folder
 
 
-def test_a_whole_file_beside_shards_of_other_weights_is_what_counts(shards, tmp_path):
+def test_a_whole_file_counts_more_than_shards(shards, tmp_path):
     """transformers loads the whole file; the drafter's ends and the identity must be of the same one."""
     folder = copy(shards, tmp_path / "both")
     other = save_tiny(tmp_path / "other", "qwen3", seed=7)

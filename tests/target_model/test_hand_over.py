@@ -74,7 +74,7 @@ def test_a_batch_is_answered_only_once_its_copy_is_done(qwen3, monkeypatch) -> N
         assert torch.equal(pool.read(1, 25)[0], expected[1][0])
 
 
-def test_memory_of_the_card_is_not_used_again_before_its_copy_is_done(qwen3, monkeypatch) -> None:
+def test_memory_is_not_used_again_before_its_copy(qwen3, monkeypatch) -> None:
     expected = handed_over(qwen3)
     with fake_cuda(monkeypatch) as cuda:
         own_device("cuda:3")

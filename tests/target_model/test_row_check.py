@@ -90,7 +90,7 @@ def test_noise_of_16_bits_is_no_leak(tmp_path, model_type):
     assert [entry.layer for entry in found] == [0, 2]
 
 
-def test_documents_that_see_one_another_only_far_along_the_row_stop_the_first_batch(tmp_path, monkeypatch):
+def test_a_late_leak_between_documents_stops_the_first_batch(tmp_path, monkeypatch):
     """The trial at the start is too short to notice; a real batch is not."""
     from paceline.target_model import model as module
 

@@ -60,9 +60,7 @@ def test_a_missing_data_file(make_run: MakeRun, tmp_path: Path, capfd) -> None:
     ],
     ids=["no messages", "no assistant turn", "longer than the maximum"],
 )
-def test_rows_that_cannot_be_used_are_counted_and_the_others_kept(
-    make_run: MakeRun, tmp_path: Path, capfd, row: dict
-) -> None:
+def test_unusable_rows_are_counted_and_others_kept(make_run: MakeRun, tmp_path: Path, capfd, row: dict) -> None:
     data = chats(tmp_path / "mixed.jsonl", row, {"messages": TALK})
     settings = prepare_only(make_run, tmp_path, data, max_length=256)
     assert main(["prepare", str(settings), "--json"]) == 0
@@ -182,7 +180,7 @@ def test_unknown_command_and_flag(capfd) -> None:
         ({"objective": {"gamma": 1e-50}}, "objective.gamma"),
     ],
 )
-def test_what_cannot_train_here_is_refused_before_anything_is_written(
+def test_what_cannot_train_here_is_refused_first(
     make_run: MakeRun, tmp_path: Path, capfd, changes: dict, says: str
 ) -> None:
     assert says in refused(["train", str(make_run(**changes))], capfd, 2)

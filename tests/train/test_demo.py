@@ -10,9 +10,7 @@ import pytest
 from paceline.cli import main
 
 
-def test_the_demo_walks_the_whole_path_and_a_second_start_only_shows_it(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_the_demo_runs_once_and_is_then_only_shown(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     run_dir = tmp_path / "demo"
     words = ["demo", "--run-dir", str(run_dir), "--train.max_steps", "6", "--evaluate.num_prompts", "2"]
     assert main(words) == 0

@@ -10,7 +10,7 @@ from paceline.target_model.load import load_target
 from small_runs import built
 
 
-def test_a_packed_run_trains_and_a_bin_has_the_features_of_single_rows(make_run, tmp_path) -> None:
+def test_a_packed_run_has_the_features_of_single_rows(make_run, tmp_path) -> None:
     file = make_run(plan={"strategy": "packed"}, target={"rows": "packed"}, train={"max_steps": 2})
     assert main(["train", str(file)]) == 0
     assert load_drafter(tmp_path / "run")[2] == 2

@@ -79,7 +79,7 @@ def close(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool
 
 
 @pytest.mark.slow
-def test_two_machines_learn_what_one_learns_from_the_same_windows(make_run: MakeRun, tmp_path: Path) -> None:
+def test_two_machines_learn_what_one_learns(make_run: MakeRun, tmp_path: Path) -> None:
     """2 machines × (1 target + 2 drafters), and one with 4 drafters: the same plan, so the same windows.
 
     The ranks' weights are compared bit for bit by the run itself at every checkpoint.
@@ -99,9 +99,7 @@ def test_two_machines_learn_what_one_learns_from_the_same_windows(make_run: Make
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_machine_that_dies_ends_the_others_in_a_line_and_all_go_on(
-    make_run: MakeRun, tmp_path: Path, victim: int
-) -> None:
+def test_a_machine_that_dies_ends_all_and_all_resume(make_run: MakeRun, tmp_path: Path, victim: int) -> None:
     settings = make_run(
         "broken",
         flow={"mode": "pipeline"},
@@ -143,7 +141,7 @@ def test_going_on_with_fewer_ranks_keeps_the_windows(make_run: MakeRun) -> None:
     assert values(settings, "loss") == pytest.approx(losses, rel=1e-5)
 
 
-def test_machines_with_other_settings_are_refused_before_any_model_loads(make_run: MakeRun, tmp_path: Path) -> None:
+def test_machines_with_other_settings_are_refused_early(make_run: MakeRun, tmp_path: Path) -> None:
     settings, port = make_run("uneven", flow={"mode": "pipeline"}), free_port()
     logs = [tmp_path / "0.log", tmp_path / "1.log"]
     machines = [

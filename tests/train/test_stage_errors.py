@@ -141,7 +141,7 @@ def damaged_target(folder: Path, target: Path, token: int) -> Path:
     return folder
 
 
-def test_features_that_are_no_numbers_are_refused_with_their_samples(
+def test_features_that_are_not_finite_name_their_samples(
     make_run: MakeRun, demo_assets: Path, tmp_path: Path, capfd
 ) -> None:
     flow = {"mode": "pipeline"}
@@ -162,7 +162,7 @@ def test_features_that_are_no_numbers_are_refused_with_their_samples(
     assert f"samples [{sample}] are not finite" in line
 
 
-def test_a_damaged_row_is_named_and_the_run_goes_on_once_it_is_mended(make_run: MakeRun, tmp_path: Path, capfd) -> None:
+def test_a_damaged_row_is_named_and_the_fixed_run_resumes(make_run: MakeRun, tmp_path: Path, capfd) -> None:
     flow, data = {"mode": "pipeline"}, {"store": str(tmp_path / "own")}
     assert main(["train", str(make_run("first", flow=flow, data=data, train={"max_steps": 1}))]) == 0
     tokens = open_store(tmp_path / "own").read([41])[0][0].astype(np.int32).tobytes()
@@ -180,7 +180,7 @@ def test_a_damaged_row_is_named_and_the_run_goes_on_once_it_is_mended(make_run: 
     assert checkpoints.newest_step(run_dir_of(fresh)) == 30
 
 
-def test_shared_memory_that_is_too_small_is_refused_before_workers_start(make_run: MakeRun, capfd) -> None:
+def test_too_small_shared_memory_is_refused_early(make_run: MakeRun, capfd) -> None:
     free = shutil.disk_usage("/dev/shm").free
     buffer = 3 * 128 * 4 * 100
     settings = make_run(flow={"mode": "pipeline", "pool_buffers": free // buffer + 1000})
@@ -199,9 +199,7 @@ def test_a_pool_that_holds_no_two_buffers_is_refused(make_run: MakeRun, capfd) -
 
 
 @pytest.mark.slow
-def test_a_sigterm_to_the_whole_group_checkpoints_and_a_second_one_ends_at_once(
-    make_run: MakeRun, tmp_path: Path
-) -> None:
+def test_sigterm_checkpoints_and_a_second_ends_at_once(make_run: MakeRun, tmp_path: Path) -> None:
     settings, log = make_run(flow={"mode": "pipeline"}, train=LONG, checkpoint={"every_steps": 5}), tmp_path / "log"
     command = [sys.executable, "-m", "paceline", "train", str(settings)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -85,7 +85,7 @@ def test_pipeline_equals_inline_bit_for_bit_after_30_steps(make_run: MakeRun) ->
     assert [line["values"]["loss"] for line in ours] == [line["values"]["loss"] for line in theirs]
 
 
-def test_two_drafter_ranks_learn_what_one_learns_from_the_same_windows(make_run: MakeRun) -> None:
+def test_two_ranks_learn_what_one_learns(make_run: MakeRun) -> None:
     """Two ranks × 1 micro-batch and one rank × 2 plan other windows of the same size; compare with one rank's replay.
 
     The plan nests strata for replicas, so the windows are the two-rank run's own: the one-rank reference below trains
@@ -116,9 +116,7 @@ def test_teacher_distributions_cross_the_pipeline_unchanged(make_run: MakeRun) -
     assert not same(weights(run_dir_of(plain), 4), weights(run_dir_of(inline), 4))
 
 
-def test_validation_measures_the_same_in_both_modes_and_changes_nothing(
-    make_run: MakeRun, demo_assets: Path, tmp_path: Path
-) -> None:
+def test_validation_is_equal_in_both_modes(make_run: MakeRun, demo_assets: Path, tmp_path: Path) -> None:
     heldout = {"heldout": [str(demo_assets / "heldout.jsonl")], "store": str(tmp_path / "own")}
     evaluate = {"every_steps": 2, "validation_samples": 6}
     inline = make_run("inline", data=heldout, evaluate=evaluate, train={"max_steps": 4})

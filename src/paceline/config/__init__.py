@@ -1,4 +1,6 @@
-"""Settings: the schema, and reading it from YAML and dotted flags with every error in one line."""
+"""Settings: the schema, and reading it from YAML and dotted flags.
+
+In come a file and flags; out go strict, frozen settings, or every error at once with its file and line. No torch."""
 
 from __future__ import annotations
 

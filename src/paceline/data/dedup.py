@@ -159,7 +159,7 @@ def prompt_of(conversation: Conversation) -> bytes:
     return "\n".join(asked).encode("utf-8", "surrogatepass")
 
 
-class HeldOut:
+class HeldOutPrompts:
     """What is held out: prompts, to be found again exactly or nearly (by their bytes' 5-grams), and tokens, exactly.
 
     Args:

@@ -32,7 +32,7 @@ from paceline.data.report import (
     REASONS,
     Count,
     PrepareReport,
-    TagTotals,
+    TagTokens,
     Tally,
     length_histogram,
     length_percentiles,
@@ -208,15 +208,15 @@ def _leave_out(reason: str, columns: pa.Table, rows: np.ndarray, made: Unfinishe
     tally.leave_out(reason, Count(len(rows), f"{made.sources[source].path}:{line}", "", supervised, lost))
 
 
-def _by_tag(part: pa.Table) -> dict[str, TagTotals]:
+def _by_tag(part: pa.Table) -> dict[str, TagTokens]:
     """Samples and tokens of each tag in some rows of a part, in one chunk."""
-    found: dict[str, TagTotals] = {}
+    found: dict[str, TagTokens] = {}
     tags = part["tags"].chunk(0)
     codes, lengths, supervised = (values.to_numpy() for values in (tags.indices, part["length"], part["supervised"]))
     sums = [np.bincount(codes, weights, len(tags.dictionary)) for weights in (None, lengths, supervised)]
     for text, samples, tokens, learned in zip(tags.dictionary.to_pylist(), *sums, strict=True):
         for tag in filter(None, text.split(",") if samples else ()):
-            total = found.setdefault(tag, TagTotals())
+            total = found.setdefault(tag, TagTokens())
             total.samples += int(samples)
             total.tokens += int(tokens)
             total.supervised_tokens += int(learned)
@@ -277,7 +277,7 @@ class _Totals:
     supervised: int = 0
     eligible: int = 0
     lengths: dict[int, int] = field(default_factory=dict)
-    tags: dict[str, TagTotals] = field(default_factory=dict)
+    tags: dict[str, TagTokens] = field(default_factory=dict)
 
     def add(self, part: pa.Table) -> None:
         """Add the samples of one part, in the order of their rows."""
@@ -292,7 +292,7 @@ class _Totals:
         for length, count in zip(*np.unique(lengths, return_counts=True), strict=True):
             self.lengths[int(length)] = self.lengths.get(int(length), 0) + int(count)
         for tag, found in _by_tag(part).items():
-            total = self.tags.setdefault(tag, TagTotals())
+            total = self.tags.setdefault(tag, TagTokens())
             total.samples += found.samples
             total.tokens += found.tokens
             total.supervised_tokens += found.supervised_tokens
@@ -344,7 +344,7 @@ def _report(made: UnfinishedStore, totals: _Totals, tally: Tally, heldout: tuple
     for count in (*tally.set_aside.values(), *tally.notes.values()):
         lost += count.lost
         for tag, tokens in count.lost_by_tag.items():
-            totals.tags.setdefault(tag, TagTotals()).lost += tokens
+            totals.tags.setdefault(tag, TagTokens()).lost += tokens
     longest = tally.caps[-1].max_length
     report = PrepareReport(
         store=str(made.path),

@@ -26,7 +26,7 @@ import numpy as np
 
 from paceline import atomic_files
 from paceline.config import DataConfig
-from paceline.data.dedup import HeldOut, content_hash, prompt_of
+from paceline.data.dedup import HeldOutPrompts, content_hash, prompt_of
 from paceline.data.files import DataFile, find_files
 from paceline.data.finalize import UnfinishedStore, finalize, sweep, unfinished_folder
 from paceline.data.readers import RowSource, Shard, read_shard, scan
@@ -269,7 +269,7 @@ def _check_unchanged(paths: Sequence[DataFile], before: Sequence[tuple[int, int]
 
 def _held_out(
     sources: Sequence[RowSource], shards: Sequence[Shard], tokenizer: RowTokenizer
-) -> tuple[HeldOut, list[str]]:
+) -> tuple[HeldOutPrompts, list[str]]:
     """What must not be trained on, and a line for each held-out file without chats."""
     prompts: list[bytes] = []
     hashes: list[int] = []
@@ -298,7 +298,7 @@ def _held_out(
                 f"{source.path} holds no chat: training rows with exactly the same tokens are left out, and its loss "
                 "can be measured, but it asks nothing, so `paceline evaluate` has no prompt in it"
             )
-    return HeldOut(prompts, hashes), warnings
+    return HeldOutPrompts(prompts, hashes), warnings
 
 
 def _tokenize_all(shards: Sequence[Shard], worker: ShardWorker, progress: Progress) -> None:

@@ -91,7 +91,7 @@ class Count:
 
 
 @dataclass(slots=True)
-class TagTotals:
+class TagTokens:
     """Samples and tokens of one tag; `lost` are supervised tokens that a policy or cap left out."""
 
     samples: int = 0
@@ -209,7 +209,7 @@ class PrepareReport:
     caps: list[Cap] = field(default_factory=list)
     length_histogram: list[list[int]] = field(default_factory=list)
     length_percentiles: dict[str, int] = field(default_factory=dict)
-    tags: dict[str, TagTotals] = field(default_factory=dict)
+    tags: dict[str, TagTokens] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
     reused: bool = False
     heldout_rows: int = 0

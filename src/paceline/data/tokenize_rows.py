@@ -16,7 +16,7 @@ import pyarrow as pa
 from paceline import atomic_files
 from paceline.config import DataConfig
 from paceline.data.chat_template import Renderer
-from paceline.data.dedup import KEYS, HeldOut, content_hash, near_keys, prompt_of
+from paceline.data.dedup import KEYS, HeldOutPrompts, content_hash, near_keys, prompt_of
 from paceline.data.encoder import Encoder
 from paceline.data.holdout import part_heldout, row_is_held_out, write_heldout
 from paceline.data.loss_mask import Sample, check_generation_tags, plain_sample, ready_sample, samples_of
@@ -52,7 +52,7 @@ class ShardWorker:
     settings: DataConfig
     count_eligible: Callable[[np.ndarray], int]
     folder: Path
-    heldout: HeldOut
+    heldout: HeldOutPrompts
 
 
 class RowTokenizer:

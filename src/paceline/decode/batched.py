@@ -75,7 +75,7 @@ class BatchContext:
 
 
 @dataclass(slots=True)
-class _Row:
+class _PromptRow:
     """A prompt that is being answered."""
 
     place: int
@@ -125,7 +125,7 @@ def batch_decode(
     check_pair(target, network.spec)
     session, context = BatchSession(target), BatchContext(network)
     done: dict[int, Decoded] = {}
-    rows: list[_Row] = []
+    rows: list[_PromptRow] = []
     waiting = list(range(len(prompts)))[::-1]
     while waiting or rows:
         while waiting and len(rows) < batch_size:
@@ -156,18 +156,18 @@ def batch_decode(
 
 def _begin(
     target: TargetModel, place: int, prompt_ids: Sequence[int], answer: Answer, choice: TokenChooser
-) -> tuple[_Row, TargetSession, Tensor]:
+) -> tuple[_PromptRow, TargetSession, Tensor]:
     """Reads one prompt alone, as decoding it alone would, and chooses its first token."""
     started = time.perf_counter()
     session = TargetSession(target, forgets=False)
     logits, features = session.read(prompt_tensor(prompt_ids, target), last_only=True)
     token = choice.token(logits[-1])
     answer.add([token])
-    return _Row(place, answer, choice, token, time.perf_counter() - started), session, features
+    return _PromptRow(place, answer, choice, token, time.perf_counter() - started), session, features
 
 
 def _pass(
-    target: TargetModel, network: Drafter, session: BatchSession, context: BatchContext, rows: list[_Row]
+    target: TargetModel, network: Drafter, session: BatchSession, context: BatchContext, rows: list[_PromptRow]
 ) -> None:
     """Drafts and verifies one block of every row."""
     if not rows:
@@ -198,7 +198,7 @@ def _pass(
 
 @torch.no_grad()
 def _drafts(
-    target: TargetModel, network: Drafter, context: BatchContext, rows: Sequence[_Row], starts: Sequence[int]
+    target: TargetModel, network: Drafter, context: BatchContext, rows: Sequence[_PromptRow], starts: Sequence[int]
 ) -> list[tuple[Tensor, Any]]:
     """Drafts of each row, and what judging them needs."""
     spec = network.spec

@@ -25,7 +25,7 @@ class OnPolicyReport:
         rows, tokens: scored.
         greedy_share: share of the scored answer tokens that are the target's most probable token.
         mean_nll: mean negative log-likelihood of an answer token, in nats.
-        tau_ceiling: acceptance length at greedy verification of a drafter that knew these answers by heart: 1 + the
+        tau_ceiling: acceptance length at greedy verification of a drafter that had memorized these answers: 1 + the
             mean number of greedy choices in a row behind an anchor, at most block_size - 1.
         sentence: the same for people.
     """
@@ -108,6 +108,6 @@ def _sentence(share: float, ceiling: float, block_size: int) -> str:
     else:
         advice = "these answers were written by someone else: let the target answer anew (`paceline regenerate`)"
     return (
-        f"{share:.1%} of the answer tokens are the target's greedy choice; a drafter that knew them by heart would "
+        f"{share:.1%} of the answer tokens are the target's greedy choice; a drafter that had memorized them would "
         f"reach τ {ceiling:.2f} of at most {block_size}; {advice}"
     )

@@ -60,7 +60,7 @@ class PlainView(View):
         self._every_s = every_s
         self._since_s: float | None = None
         self._pending: StepLine | None = None
-        self._seen = HeldOut()
+        self._seen = HeldOutValue()
 
     def show(self, line: StepLine) -> None:
         """Print the line if its time has come, else keep it in case it is the last."""
@@ -96,7 +96,7 @@ class LiveView(View):
     def __init__(self, console: Console, *, total_steps: int, first_step: int) -> None:
         super().__init__(console)
         self._values: Values = {}
-        self._seen = HeldOut()
+        self._seen = HeldOutValue()
         self._progress = Progress(
             TextColumn("training"),
             BarColumn(bar_width=None),
@@ -136,7 +136,7 @@ class LiveView(View):
         return Group(self._progress, *(Text("  " + row, style="dim", overflow="fold") for row in rows if row))
 
 
-class HeldOut:
+class HeldOutValue:
     """The newest held-out τ: of real decoding where it is measured, else of the validation batches."""
 
     def __init__(self) -> None:
@@ -154,7 +154,7 @@ class HeldOut:
         return self._decoded if self._decoded is not None else self._validated
 
 
-def numbers(values: Values, held_out: HeldOut) -> list[str]:
+def numbers(values: Values, held_out: HeldOutValue) -> list[str]:
     """The headline numbers that are there, as short phrases."""
     phrases = (
         (values.get("loss"), "loss {}", "{:.3f}".format),

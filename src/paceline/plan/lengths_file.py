@@ -143,11 +143,11 @@ def _choose(path: Path, names: Sequence[str], asked: str | None) -> str:
 
 def _from_lines(path: Path, column: str | None, group: str | None, *, json: bool) -> _Columns:
     """Text or JSONL; every line is looked at before the first few errors are raised."""
-    rows: list[_Row] = []
+    rows: list[_LengthRow] = []
     errors: list[str] = []
     for number, line in _lines(path):
         try:
-            row = _row(line, column, group) if json else _Row(_checked(int(line)))
+            row = _row(line, column, group) if json else _LengthRow(_checked(int(line)))
         except msgspec.DecodeError as error:
             errors.append(f"{path}:{number}: not valid JSON ({error})")
         except KeyError as error:
@@ -168,7 +168,7 @@ def _from_lines(path: Path, column: str | None, group: str | None, *, json: bool
     return _Columns(np.array([row.length for row in rows], np.int64), eligible or None, labels)
 
 
-class _Row(NamedTuple):
+class _LengthRow(NamedTuple):
     """One line."""
 
     length: int
@@ -176,7 +176,7 @@ class _Row(NamedTuple):
     label: str = ""
 
 
-def _row(line: str, column: str | None, group: str | None) -> _Row:
+def _row(line: str, column: str | None, group: str | None) -> _LengthRow:
     """One JSON line: an object, a list of tokens, or a number.
 
     Raises:
@@ -186,13 +186,13 @@ def _row(line: str, column: str | None, group: str | None) -> _Row:
     """
     row = msgspec.json.decode(line)
     if not isinstance(row, dict) and not column and not group:
-        return _Row(_checked(row))
+        return _LengthRow(_checked(row))
     columns = row if isinstance(row, dict) else {}
     column = column or next((name for name in LENGTH_NAMES if name in columns), LENGTH_NAMES[0])
     for name in (column, group or column):
         if name not in columns:
             raise KeyError(name, ", ".join(list(columns)[:8]) or "no columns")
-    return _Row(_checked(columns[column]), columns.get("eligible"), str(columns[group]) if group else "")
+    return _LengthRow(_checked(columns[column]), columns.get("eligible"), str(columns[group]) if group else "")
 
 
 def _checked(value: Any) -> int:

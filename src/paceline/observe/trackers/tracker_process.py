@@ -45,7 +45,7 @@ class Close(msgspec.Struct, tag_field="kind", tag="close"):
     status: str
 
 
-class Answer(msgspec.Struct):
+class TrackerAnswer(msgspec.Struct):
     """From the child: started, or closed, or why not. ``refusal`` is an error that already says what to do."""
 
     error: str | None = None
@@ -53,7 +53,7 @@ class Answer(msgspec.Struct):
 
 
 _MESSAGE = msgspec.json.Decoder(Start | Close | StepLine | EventLine)
-_ANSWER = msgspec.json.Decoder(Answer)
+_ANSWER = msgspec.json.Decoder(TrackerAnswer)
 
 
 class Tracker:
@@ -125,7 +125,7 @@ class Tracker:
             if answer is None:
                 limit = "within observe.tracker_close_limit_s"
                 self._warn_once(f"{self.name} did not finish {limit} and is left behind; metrics.jsonl has everything")
-            elif answer != Answer():
+            elif answer != TrackerAnswer():
                 self._fail(answer)
         self._end(deadline)
 
@@ -140,7 +140,7 @@ class Tracker:
         )
         self._queue.append(encode(message) + b"\n")
         answer = self._exchange(time.monotonic() + limit_s)
-        if answer == Answer():
+        if answer == TrackerAnswer():
             return
         self._end(0.0)
         if answer is None:
@@ -152,7 +152,7 @@ class Tracker:
             answer.refusal or f"{self.name} cannot start ({answer.error}); correct that or switch it off in `observe`"
         )
 
-    def _send(self) -> Answer | None:
+    def _send(self) -> TrackerAnswer | None:
         """Write as much as the pipe takes; gives why, where the child is gone."""
         while self._rest or self._queue:
             self._rest = self._rest or self._queue.popleft()
@@ -164,7 +164,7 @@ class Tracker:
                 return self._answer()
         return None
 
-    def _exchange(self, deadline: float) -> Answer | None:
+    def _exchange(self, deadline: float) -> TrackerAnswer | None:
         """Write what waits and read the child's next answer; None where it does not come in time."""
         with selectors.DefaultSelector() as selector:
             selector.register(self._output, selectors.EVENT_READ)
@@ -181,11 +181,13 @@ class Tracker:
                         selector.unregister(self._input)
         return None
 
-    def _answer(self) -> Answer:
+    def _answer(self) -> TrackerAnswer:
         row = self._output.readline()
-        return _ANSWER.decode(row) if row else Answer(error=f"its process ended with code {self._process.wait()}")
+        return (
+            _ANSWER.decode(row) if row else TrackerAnswer(error=f"its process ended with code {self._process.wait()}")
+        )
 
-    def _fail(self, answer: Answer) -> None:
+    def _fail(self, answer: TrackerAnswer) -> None:
         self._over = True
         self.dropped += len(self._queue) + 1
         self._queue.clear()
@@ -232,14 +234,14 @@ def serve() -> None:
             elif backend is not None and not isinstance(message, Close):
                 backend.write(message)
         except TrackerError as error:
-            answer = Answer(refusal=str(error))
+            answer = TrackerAnswer(refusal=str(error))
         except BaseException as error:  # noqa: BLE001 - the package may raise anything; the trainer says so
-            answer = Answer(error=f"{type(error).__name__}: {first_line(error)}"[:2000])
+            answer = TrackerAnswer(error=f"{type(error).__name__}: {first_line(error)}"[:2000])
         else:
-            answer = Answer()
-        if isinstance(message, (Start, Close)) or answer != Answer():
+            answer = TrackerAnswer()
+        if isinstance(message, (Start, Close)) or answer != TrackerAnswer():
             answers.write(encode(answer) + b"\n")
-        if isinstance(message, Close) or answer != Answer():
+        if isinstance(message, Close) or answer != TrackerAnswer():
             return
     if backend is not None:
         backend.close("failed: the trainer is gone")
