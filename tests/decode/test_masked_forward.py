@@ -29,7 +29,7 @@ def load(tmp_path_factory):
     def make(name):
         folder = tmp_path_factory.mktemp(name)
         build(tiny_config(name)).save_pretrained(str(folder))
-        return load_target(TargetConfig(path=str(folder)), [2, 0], dtype="float64")
+        return load_target(TargetConfig(path=str(folder)), [0, 2], dtype="float64")
 
     return make
 

@@ -53,7 +53,8 @@ class LearnerFactory:
         from paceline.target_model.teacher import Teacher
 
         if weights is None:
-            weights = load_shared_weights(self.target, with_teacher=self.objective.needs_teacher)
+            # In the type of the loaded target, so that all modes train on the same numbers.
+            weights = load_shared_weights(self.target, self.target.dtype, with_teacher=self.objective.needs_teacher)
         learner = Learner(
             self.spec,
             embedding=weights.embedding,
