@@ -118,6 +118,6 @@ def test_own_answers_are_told_from_others(
         assert main(["prepare", str(settings), "--on-policy", "12", "--json"]) == 0
         shares[name] = json.loads(capsys.readouterr().out)["on_policy"]
     assert shares["own"]["greedy_share"] > 0.97 and "own greedy ones" in str(shares["own"]["sentence"])
-    assert shares["other"]["greedy_share"] < 0.6 and "written by someone else" in str(shares["other"]["sentence"])
+    assert shares["other"]["greedy_share"] < 0.6 and "written by another model" in str(shares["other"]["sentence"])
     assert shares["own"]["tau_ceiling"] > 2 * shares["other"]["tau_ceiling"]
     assert shares["own"]["mean_nll"] < shares["other"]["mean_nll"]

@@ -67,7 +67,7 @@ class RegenerateSettings:
     template: Mapping[str, Any] = field(default_factory=dict)
 
     def answered_by(self) -> JsonDict:
-        """What every row of one output has in common, as it stands in each."""
+        """What is the same in every row of one output."""
         return {
             "sampling": asdict(self.sampling),
             "max_context_tokens": self.max_context_tokens,
@@ -325,7 +325,7 @@ class _Run:
                     num_open -= not (self.take(conversation, reply) and self._ask(conversation))
 
     def take(self, conversation: OpenConversation, reply: Reply | str) -> bool:
-        """Add an answer to its conversation; whether the conversation goes on."""
+        """Add an answer to its conversation; whether the conversation has more turns."""
         if isinstance(reply, str):
             self.report.refused.append(reply)
             self.progress()
