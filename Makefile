@@ -10,7 +10,7 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM = false
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: help demo demo-smollm2 test test-fast test-versions test-serving .venv-vllm check format bench gpu chaos clean
+.PHONY: help demo demo-smollm2 test test-fast test-browser test-versions test-serving .venv-vllm check format bench gpu chaos clean
 
 help:  ## this list
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -29,6 +29,9 @@ test-serving: $(VENV)/.installed-dev .venv-vllm/paceline-vllm.json  ## exported 
 
 test-fast: $(VENV)/.installed-dev  ## without long runs and other packages, in about a minute
 	$(BIN)/python -m pytest -n auto --dist loadfile -q -m "not slow and not oracle and not sweep" $(FAST_TESTS)
+
+test-browser: $(VENV)/.installed-dev  ## the report in a real Chromium; PICTURES=FOLDER keeps what it looks like
+	PACELINE_PICTURES=$(PICTURES) $(BIN)/python -m pytest -q -m browser tests/report
 
 test-versions: $(VENV)/.installed-dev  ## the fast tests on every other supported Python that is installed
 	$(BIN)/python scripts/other_pythons.py -n auto --dist loadfile -q -m "not slow and not oracle and not sweep" $(FAST_TESTS)

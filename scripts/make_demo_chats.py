@@ -28,6 +28,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from paceline.decode.generate import TargetGenerator
+from paceline.regenerate.local import LocalAnswers
 from paceline.regenerate.loop import RegenerateSettings, prompt_id, regenerate
 from paceline.types import Sampling
 
@@ -121,15 +122,22 @@ def answered(
         if not asked:
             continue
         sampling = Sampling(limit, temperature=temperature, seed=seed)
-        settings = RegenerateSettings(sampling, batch_size=BATCH_SIZE, max_context_tokens=MAX_CONTEXT_TOKENS)
+        settings = RegenerateSettings(sampling, max_context_tokens=MAX_CONTEXT_TOKENS)
+        answers = LocalAnswers(generate, tokenizer, settings, BATCH_SIZE)
         output = work / f"{kind}-{temperature}.jsonl"
-        report = regenerate(by_length(asked), generate, tokenizer, settings, output)
-        made = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
+        report = regenerate(by_length(asked), answers, settings, output, tokenizer=tokenizer)
+        made = [without_ids(json.loads(line)) for line in output.read_text(encoding="utf-8").splitlines()]
         wanted = {prompt_id(row["messages"]) for row in asked}
         whole = [row for row in made if row["id"] in wanted and gives_back(row, tokenizer)]
         log.info("%s at %s: %s, %d of %d kept", kind, temperature, report, len(whole), len(asked))
         kept += whole
     return kept
+
+
+def without_ids(row: dict[str, Any]) -> dict[str, Any]:
+    """The row without the token ids of its answers: `gives_back` says that their text gives the same."""
+    turns = [{key: value for key, value in turn.items() if key != "token_ids"} for turn in row["messages"]]
+    return {**row, "messages": turns}
 
 
 def write(path: Path, rows: list[dict[str, Any]], seed: int) -> None:

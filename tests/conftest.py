@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -72,3 +74,16 @@ def prompts():
     """Eight random prompts of 1 to 24 tokens."""
     source = random.Random(5)
     return [[source.randrange(4, 97) for _ in range(length)] for length in (1, 2, 5, 9, 9, 13, 17, 24)]
+
+
+@pytest.fixture
+def write_rows(tmp_path: Path) -> Callable[..., str]:
+    """Rows (or raw lines) → path of a JSONL file."""
+
+    def write(rows: Sequence[object], name: str = "rows.jsonl") -> str:
+        lines = [row if isinstance(row, str) else json.dumps(row, ensure_ascii=False) for row in rows]
+        path = tmp_path / name
+        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        return str(path)
+
+    return write

@@ -175,7 +175,8 @@ def make_run_directory(
     for step in range(1, steps + 1):
         observer.gauge("queue/features_items", 3)
         observer.gauge("queue/features_bytes", 2048)
-        samples = random_samples(rng, 40)
+        level = 2 * np.exp(-step / 60)
+        samples = [replace(sample, loss=sample.loss + level) for sample in random_samples(rng, 40)]
         if alternate and step % 2:
             samples = [sample for sample in samples if sample.bucket != 3]
         report = report_of(step, samples, workers=workers, skipped=step in skipped)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 
@@ -30,16 +28,3 @@ def family_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Family]
 def chatml(family_folder: Callable[[Family], str]) -> str:
     """Folder of the ChatML tokenizer."""
     return family_folder(CHATML)
-
-
-@pytest.fixture
-def write_rows(tmp_path: Path) -> Callable[..., str]:
-    """Rows (or raw lines) → path of a JSONL file."""
-
-    def write(rows: Sequence[object], name: str = "rows.jsonl") -> str:
-        lines = [row if isinstance(row, str) else json.dumps(row, ensure_ascii=False) for row in rows]
-        path = tmp_path / name
-        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-        return str(path)
-
-    return write

@@ -1,4 +1,4 @@
-"""`paceline prepare` and `paceline regenerate` as a person runs them."""
+"""`paceline prepare` as a person runs it."""
 
 from __future__ import annotations
 
@@ -100,23 +100,6 @@ def test_prompts_are_rendered_as_they_are_served(tmp_path: Path, chatml: str, wr
     assert mask_token_id(tokenizer) is None
 
 
-def test_regenerate_answers_with_the_target_in_process(
-    tmp_path: Path, demo_assets: Path, capsys: pytest.CaptureFixture[str], write_rows: Write
-) -> None:
-    target = str(demo_assets / "target")
-    prompts = write_rows([{"prompt": "What is 2 + 2?"}, {"text": "no chat"}, chat("Hello", "made anew")])
-    words = ["regenerate", prompts, "--target", target, "--local", "--out", str(tmp_path / "out.jsonl")]
-    words += ["--max-new-tokens", "24", "--cut", "mark"]
-    assert main([*words, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["written"] == 2 and found["passed_over"] == 1
-    rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text(encoding="utf-8").splitlines()]
-    assert [row["messages"][0]["content"] for row in rows] == ["What is 2 + 2?", "Hello"]
-    assert all(row["messages"][1]["content"] != "made anew" for row in rows)
-    assert main(words) == 0
-    assert "0 rows added, 2 were there" in capsys.readouterr().out
-
-
 def test_own_answers_are_told_from_others(
     tmp_path: Path, demo_assets: Path, capsys: pytest.CaptureFixture[str], write_rows: Write
 ) -> None:
@@ -135,13 +118,6 @@ def test_own_answers_are_told_from_others(
         assert main(["prepare", str(settings), "--on-policy", "12", "--json"]) == 0
         shares[name] = json.loads(capsys.readouterr().out)["on_policy"]
     assert shares["own"]["greedy_share"] > 0.97 and "own greedy ones" in str(shares["own"]["sentence"])
-    assert shares["other"]["greedy_share"] < 0.6 and "written by someone else" in str(shares["other"]["sentence"])
+    assert shares["other"]["greedy_share"] < 0.6 and "written by another model" in str(shares["other"]["sentence"])
     assert shares["own"]["tau_ceiling"] > 2 * shares["other"]["tau_ceiling"]
     assert shares["own"]["mean_nll"] < shares["other"]["mean_nll"]
-
-
-def test_regenerate_wants_one_way_to_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["regenerate", "p.jsonl", "--target", "t", "--out", str(tmp_path / "o.jsonl")]
-    for more in ([], ["--local", "--endpoint", "http://localhost:1/v1"]):
-        assert main([*words, *more]) == 2
-        assert "give either --local or --endpoint URL" in capsys.readouterr().err

@@ -22,9 +22,6 @@ from paceline.data.rows import Conversation, read_row
 from paceline.data.tokenizer import load_tokenizer
 from paceline.drafter.anchors import count_eligible
 from paceline.errors import DataError
-from paceline.regenerate.client import Client, Endpoint, regenerate_remote
-from paceline.regenerate.loop import RegenerateSettings
-from paceline.types import Sampling
 from template_families import Family
 
 ROW = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello there."}]}
@@ -111,74 +108,6 @@ def test_a_full_disk_is_told_in_one_line(chatml: str, tmp_path: Path, monkeypatc
         with pytest.raises(DataError, match=r"cannot be made: No space left on device.*run the same command"):
             run(tmp_path / "rows.jsonl", chatml, tmp_path / "store")
     run(tmp_path / "rows.jsonl", chatml, tmp_path / "store")
-
-
-def answered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *answers: object) -> Path:
-    """Output of one prompt where the server gives these answers, one after another."""
-    left = [json.dumps(answer).encode() for answer in answers]
-
-    class Response:
-        status = 200
-
-        def read(self) -> bytes:
-            return left.pop(0)
-
-    class Connection:
-        def request(self, *_: object) -> None:
-            """Sent nowhere."""
-
-        def getresponse(self) -> Response:
-            return Response()
-
-        def close(self) -> None:
-            """Never opened."""
-
-    monkeypatch.setattr(Client, "_connection", lambda _: Connection())
-    endpoint = Endpoint("http://localhost/v1", "m", first_pause_s=0.0, attempts=2)
-    out = tmp_path / "out.jsonl"
-    regenerate_remote([ROW], endpoint, RegenerateSettings(Sampling(8)), out)
-    return out
-
-
-def reply(content: object = "Yes.", **more: object) -> dict[str, object]:
-    message = {"role": "assistant", "content": content, **more}
-    return {"choices": [{"message": message, "finish_reason": "stop"}], "usage": {"completion_tokens": 2}}
-
-
-@pytest.mark.parametrize(
-    "broken",
-    [
-        {**reply(), "usage": {"completion_tokens": "two"}},
-        {**reply(), "usage": [1]},
-        reply([{"type": "text", "text": "Yes."}]),
-        reply(reasoning_content={"a": 1}),
-    ],
-)
-def test_an_answer_of_another_shape_is_asked_again(
-    broken: dict[str, object], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    (row,) = map(json.loads, answered(monkeypatch, tmp_path, broken, reply()).read_text().splitlines())
-    assert row["messages"][-1] == {"role": "assistant", "content": "Yes."}
-
-
-def test_a_count_that_is_null_is_no_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    out = answered(monkeypatch, tmp_path, {**reply(), "usage": {"completion_tokens": None}})
-    assert json.loads(out.read_text())["answer_tokens"] == [0]
-
-
-@pytest.mark.parametrize(
-    ("endpoint", "said"),
-    [
-        (Endpoint("http://localhost:abc/v1"), "no address of a server"),
-        (Endpoint("http://localhost/v1", in_flight=0), "in_flight is 0"),
-        (Endpoint("http://localhost/v1", attempts=0), "attempts is 0"),
-        (Endpoint("http://localhost/v1", timeout_s=0.0), "timeout_s is 0.0"),
-        (Endpoint("http://localhost/v1", key="abc\n"), "key .* line end"),
-    ],
-)
-def test_an_unusable_endpoint_is_refused_first(endpoint: Endpoint, said: str) -> None:
-    with pytest.raises(DataError, match=said):
-        Client(endpoint)
 
 
 @pytest.mark.parametrize(

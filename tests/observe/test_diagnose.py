@@ -91,3 +91,12 @@ def test_a_worker_slow_for_long_is_named_once(tmp_path: Path, slow_from: int, sl
 def test_a_worker_without_work_is_not_called_slow(tmp_path: Path) -> None:
     totals = {"target_0": WorkerTotals(2, 1000, 0.5), "target_1": WorkerTotals()}
     assert warnings_of(observed(tmp_path, plain_reports(100, workers=lambda step: totals))) == {}
+
+
+@pytest.mark.parametrize("steps", [3, 40])
+def test_a_failure_is_named_however_short_the_run(tmp_path: Path, steps: int) -> None:
+    run_dir = observed(tmp_path, plain_reports(steps), status="failed: target 0: out of memory")
+    sentence = warnings_of(run_dir)["failure"]
+    assert sentence.startswith(
+        f"The run failed: target 0: out of memory, after step {steps}. Fix that and start it again"
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from paceline.report.drawing import condensed, smoothed
+from paceline.report.drawing import condensed, smoothed, tick
 
 
 def test_smoothing_is_a_moving_ratio_of_sums():
@@ -23,3 +23,10 @@ def test_condensing_keeps_the_mean_of_each_stretch():
     few_x, few_y = condensed(x, y, points=10)
     assert few_x == pytest.approx([np.mean(x[i : i + 100]) for i in range(0, 1000, 100)])
     assert few_y == pytest.approx([np.mean(y[i : i + 100]) for i in range(0, 1000, 100)])
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(0, "0"), (0.25, "0.25"), (999, "999"), (12_000, "12k"), (2e-4, "2e-4"), (1.05e-3, "1.05e-3")]
+)
+def test_ticks_are_short(value: float, text: str) -> None:
+    assert tick(value, 0) == text

@@ -33,8 +33,8 @@ pytestmark = [pytest.mark.serving, pytest.mark.timeout(600)]
 MAX_TOKENS, STOP_AT, FIT_STEPS = 40, 25, 30
 CLOSE = 0.1
 """Gap of two logits of the drafter (of about 8) that vLLM on a CPU may take for each other: its drafts were seen to
-differ where the gap was 0.01 and 0.06, in 2 of 59 passes. With products in bfloat16 (mkldnn) paceline drafts the same in
-all 59."""
+differ where the gap was 0.01 and 0.06, in 2 of 59 passes. With products in bfloat16 (mkldnn) paceline drafts the same
+in all 59."""
 SMALL: dict[str, Any] = {
     "vocab_size": 128,
     "hidden_size": 64,

@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from paceline.cli import command
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-    from paceline.regenerate.loop import OpenConversation, RegenerateSettings
+    from paceline.regenerate.client import ServerAnswers
+    from paceline.regenerate.local import LocalAnswers
+    from paceline.regenerate.loop import RegenerateSettings
     from paceline.types import GenerateAnswers, Sampling
 
 
@@ -32,7 +34,8 @@ class Arguments:
     local: bool = False
     """Answer with the target in this process."""
     endpoint: str | None = None
-    """Answer with an OpenAI-compatible server: its address, for example http://localhost:8000/v1."""
+    """Answer with an OpenAI-compatible server: its address, for example http://localhost:8000/v1; user:password@ before
+    the host logs in."""
     model: str | None = None
     """Name of the model at the server. Unset: the only one that the server names."""
     max_new_tokens: int = 1024
@@ -48,7 +51,9 @@ class Arguments:
     cut: Literal["drop", "mark"] = "drop"
     """Rows whose answer reaches the limit: to a file of cut rows, or kept and marked."""
     thinking: Literal["auto", "on", "off"] = "auto"
-    """The template's `enable_thinking`; auto leaves the template's default."""
+    """The template's switch for thinking, whatever its name; auto leaves the template's default."""
+    template_switches: str | None = None
+    """Further variables of the chat template for every prompt, for example 'reasoning_effort: high'."""
     max_context: int | None = None
     """Turns whose prompt and longest answer exceed this many tokens are not asked."""
     batch_size: int = 16
@@ -93,7 +98,7 @@ def run(argv: Sequence[str]) -> int:
         arguments.max_new_tokens, arguments.temperature, arguments.top_k, arguments.top_p, arguments.seed
     )
     passed_over: list[str] = []
-    counts = (_local if arguments.local else _remote)(arguments, sampling, passed_over)
+    counts = _answer(arguments, sampling, passed_over)
     counts["passed_over"] = len(passed_over)
     if arguments.json:
         command.write_json(counts)
@@ -128,28 +133,46 @@ def _check_numbers(arguments: Arguments) -> None:
         raise ConfigError(*(f"regenerate: {name} is {value}; it must be {wanted}" for name, value, wanted in named))
 
 
-def _local(arguments: Arguments, sampling: Sampling, passed_over: list[str]) -> dict[str, Any]:
+def _answer(arguments: Arguments, sampling: Sampling, passed_over: list[str]) -> dict[str, Any]:
+    """Answer the prompts; what cannot be asked, or is refused, is noted in `passed_over`."""
     from paceline.data.tokenizer import load_tokenizer
-    from paceline.regenerate.loop import regenerate
+    from paceline.regenerate.loop import RegenerateSettings, regenerate
 
     tokenizer: Any = load_tokenizer(arguments.target, arguments.trust_remote_code)
+    settings = RegenerateSettings(
+        sampling,
+        cut=arguments.cut,
+        max_context_tokens=arguments.max_context,
+        model=str(Path(arguments.target)),
+        template=_template(arguments, tokenizer),
+    )
     rows = list(_prompts(arguments, passed_over))
-    generate = _generator(arguments)
+    answers, settings = (_local if arguments.local else _remote)(arguments, settings, tokenizer)
     with _bars() as bars:
-        told = bars.track(rows, description="prompts")
-        counts = asdict(regenerate(told, generate, tokenizer, _settings(arguments, sampling), arguments.out))
+        task = bars.add_task("prompts", total=len(rows))
+        report = regenerate(
+            rows, answers, settings, arguments.out, tokenizer=tokenizer, progress=lambda: bars.advance(task)
+        )
+    counts = asdict(report)
     passed_over.extend(counts.pop("refused"))
     return counts
 
 
-def _remote(arguments: Arguments, sampling: Sampling, passed_over: list[str]) -> dict[str, Any]:
-    import os
-    import threading
-    from dataclasses import replace
+def _local(
+    arguments: Arguments, settings: RegenerateSettings, tokenizer: Any
+) -> tuple[LocalAnswers, RegenerateSettings]:
+    from paceline.regenerate.local import LocalAnswers
 
-    from paceline.data.tokenizer import chat_template, load_tokenizer
-    from paceline.regenerate.client import Endpoint, regenerate_remote
-    from paceline.regenerate.loop import prompt_tokens
+    return LocalAnswers(_generator(arguments), tokenizer, settings, arguments.batch_size), settings
+
+
+def _remote(
+    arguments: Arguments, settings: RegenerateSettings, tokenizer: Any
+) -> tuple[ServerAnswers, RegenerateSettings]:
+    import os
+
+    from paceline.data.tokenizer import chat_template
+    from paceline.regenerate.client import Endpoint, answers_of
 
     key = os.environ.get(arguments.key_variable) if arguments.key_variable else None
     if arguments.key_variable and not key:
@@ -158,23 +181,7 @@ def _remote(arguments: Arguments, sampling: Sampling, passed_over: list[str]) ->
     endpoint = Endpoint(
         arguments.endpoint, arguments.model, key, arguments.in_flight, arguments.timeout_s, arguments.attempts
     )
-    rows = list(_prompts(arguments, passed_over))
-    tokenizer: Any = load_tokenizer(arguments.target, arguments.trust_remote_code)
-    reads_reasoning = "reasoning_content" in (chat_template(tokenizer) or "")
-    settings = replace(_settings(arguments, sampling), send_reasoning=reads_reasoning)
-    one_at_a_time = threading.Lock()
-
-    def count_tokens(conversation: OpenConversation) -> int:
-        with one_at_a_time:  # a tokenizer is not made for several threads
-            return len(prompt_tokens(conversation, tokenizer, settings))
-
-    with _bars() as bars:
-        task = bars.add_task("prompts", total=len(rows))
-        made = regenerate_remote(rows, endpoint, settings, arguments.out, lambda n: bars.advance(task, n), count_tokens)
-    passed_over.extend(made.refused)
-    counts = asdict(made.counts)
-    del counts["refused"]
-    return {**counts, "retries": made.retries}
+    return answers_of(endpoint, settings, send_reasoning="reasoning_content" in (chat_template(tokenizer) or ""))
 
 
 def _bars() -> Progress:
@@ -198,21 +205,28 @@ def _bars() -> Progress:
     return Progress(*columns, TimeRemainingColumn(), console=command.stderr, transient=True)
 
 
-def _settings(arguments: Arguments, sampling: Sampling) -> RegenerateSettings:
-    from paceline.regenerate.loop import RegenerateSettings
+def _template(arguments: Arguments, tokenizer: Any) -> dict[str, Any]:
+    """Variables of the chat template for every prompt.
 
-    return RegenerateSettings(
-        sampling,
-        batch_size=arguments.batch_size,
-        cut=arguments.cut,
-        max_context_tokens=arguments.max_context,
-        model=str(Path(arguments.target)),
-        template=_template(arguments),
-    )
+    Raises:
+        ConfigError: the template does not read them.
+    """
+    import yaml
 
+    from paceline.data.chat_template import Renderer
+    from paceline.data.rows import Conversation
 
-def _template(arguments: Arguments) -> dict[str, Any]:
-    return {} if arguments.thinking == "auto" else {"enable_thinking": arguments.thinking == "on"}
+    given = yaml.safe_load(arguments.template_switches or "{}")
+    if not isinstance(given, dict):
+        raise ConfigError(f"--template-switches {given!r}: give names and values, for example 'reasoning_effort: high'")
+    if arguments.thinking == "auto" and not given:
+        return {}
+    try:
+        renderer = Renderer(tokenizer, arguments.thinking, given)
+    except DataError as error:
+        lines = (line.replace("data.template_switches", "--template-switches") for line in error.errors)
+        raise ConfigError(*(line.replace("data.thinking", "--thinking") for line in lines)) from error
+    return dict(renderer.modes(Conversation([]), None)[0])
 
 
 def _prompts(arguments: Arguments, passed_over: list[str]) -> Iterator[dict[str, Any]]:
@@ -227,7 +241,7 @@ def _prompts(arguments: Arguments, passed_over: list[str]) -> Iterator[dict[str,
                 raise values
             row = read_row(values, answered=False)
             if not isinstance(row, Conversation):
-                raise RowRejected("no_messages", "no chat")
+                raise RowRejected("no_messages", "not a chat")
             if error := unanswerable(row.messages):
                 raise RowRejected("wrong_roles", error)
         except RowRejected as found:

@@ -39,7 +39,7 @@ class Said:
         thought: its reasoning, "" where it has none.
         text: its answer in text.
         calls: its tool calls, arguments as objects.
-        inline: where the thought stands inside the content: what opens it (or ""), the thought as written, and what
+        inline: where the thought is inside the content: what opens it (or ""), the thought as written, and what
             closes it with the white space behind; else None.
     """
 

@@ -60,7 +60,7 @@ class Renderer:
         self._thinking = thinking
         self._always = dict(switches or {})
         try:
-            # The template for tools has a turn of its own: what it reads counts too.
+            # Chats with tools may have another template: what it reads counts too.
             self.source = read_source("".join(dict.fromkeys((template, self._tool_template))))
         except TemplateSyntaxError as error:
             raise DataError(f"{name}: line {error.lineno} of its chat template is broken: {error}") from error

@@ -284,6 +284,6 @@ def _reworded(message: JsonDict, said: Said) -> JsonDict:
 
 
 def _has_header(said: Said, answer: str) -> bool:
-    """Whether something stands before the text of an answer without thought."""
+    """Whether something is before the text of an answer without thought."""
     own = said.text.strip()
     return bool(own) and not said.thought and not answer.lstrip().startswith(own)

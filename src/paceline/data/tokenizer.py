@@ -80,7 +80,7 @@ def end_token_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
 
 
 def fingerprint_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Hash of everything that decides how text becomes ids; the chat template has a hash of its own."""
+    """Hash of everything that decides how text becomes ids; the chat template has another hash."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     rules = backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
     parts = [

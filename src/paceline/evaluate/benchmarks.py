@@ -1,7 +1,7 @@
 """Published prompt sets for evaluation, read from local files in the formats in which they are published.
 
-`gsm8k:PATH` names a file of the set GSM8K, and so on for `SETS`. Files are JSON lines (also gzipped), one JSON list, or
-Parquet. A row that is not of the set's format is an error: it is another file than the one that was meant.
+`gsm8k:PATH` names a file of the set GSM8K, and so on for `SETS`; files of every kind that `data` reads. A row that is
+not of the set's format is an error: it is another file than the one that was meant.
 
 Math and code sets wrap the row's text in a sentence of ours that says what is wanted; absolute acceptance depends on
 such wording, so compare drafters under the same one.
@@ -9,13 +9,10 @@ such wording, so compare drafters under the same one.
 
 from __future__ import annotations
 
-import gzip
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import msgspec
 
 from paceline.config import suggestion
 from paceline.data.readers import read_rows
@@ -50,7 +47,7 @@ class PromptSet:
 
     Attributes:
         title: as it is published.
-        fields: that a row has, in words.
+        fields: that a row has, for messages.
         question: a row as a question; raises `RowFormatError`.
     """
 
@@ -60,7 +57,7 @@ class PromptSet:
 
 
 class RowFormatError(Exception):
-    """What is wrong with a row, in words."""
+    """What is wrong with a row."""
 
 
 def _gsm8k(row: Mapping[str, Any]) -> Question:
@@ -107,7 +104,7 @@ SETS = {
 
 
 def set_of(name: str) -> tuple[str, str] | None:
-    """Set and path in a name such as ``gsm8k:test.jsonl``; None for the name of an ordinary data file.
+    """Set and path in a name such as ``gsm8k:test.jsonl``; None for the name or address of an ordinary data file.
 
     Raises:
         DataError: it looks like the name of a set, but there is none.
@@ -115,7 +112,7 @@ def set_of(name: str) -> tuple[str, str] | None:
     word, colon, path = name.partition(":")
     if colon and word.lower() in SETS:
         return word.lower(), path
-    if colon and word != "hub" and "/" not in word and not Path(name).exists():
+    if colon and word != "hub" and "/" not in word and not path.startswith("//") and not Path(name).exists():
         raise DataError(f"{name}: no prompt set is called {word}; {suggestion(word, list(SETS))}")
     return None
 
@@ -131,44 +128,18 @@ def read_questions(name: str, path: str) -> Iterator[tuple[str, Question]]:
         DataError: no such file, or a row that is not of the set's format.
     """
     known, found = SETS[name], False
-    for where, row in _rows(name, path):
+    for where, row in read_rows([path], name):
         found = True
         try:
             if isinstance(row, RowRejected):
-                raise RowFormatError(f"it is no JSON ({row.detail})")
+                raise RowFormatError(f"it cannot be read as JSON ({row.detail})")
             if not isinstance(row, Mapping):
                 raise RowFormatError(f"it is a {type(row).__name__}, not an object")
             yield where, known.question(row)
         except RowFormatError as error:
-            raise DataError(f"{where}: no row of {known.title}: {error}; a row has {known.fields}") from None
+            raise DataError(f"{where}: not a row of {known.title}: {error}; a row has {known.fields}") from None
     if not found:
         raise DataError(f"{name}:{path}: the file is empty; give the set's file as it is published")
-
-
-def _rows(name: str, path: str) -> Iterator[tuple[str, Any]]:
-    file = Path(path)
-    if file.is_dir() or file.suffix not in (".gz", ".json"):
-        yield from read_rows([path], name)
-        return
-    try:
-        held = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
-    except (OSError, EOFError) as error:
-        raise DataError(f"{name}: {path}: cannot be read ({error})") from error
-    if held.lstrip().startswith(b"["):
-        rows = _decoded(held)
-        for number, row in enumerate([rows] if isinstance(rows, RowRejected) else rows, start=1):
-            yield f"{path}:{number}", row
-        return
-    for number, line in enumerate(held.splitlines(), start=1):
-        if line.strip():
-            yield f"{path}:{number}", _decoded(line)
-
-
-def _decoded(text: bytes) -> Any:
-    try:
-        return msgspec.json.decode(text)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        return RowRejected("invalid_json", str(error))
 
 
 def _text(row: Mapping[str, Any], key: str) -> str:

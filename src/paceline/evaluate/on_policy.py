@@ -25,7 +25,7 @@ class OnPolicyReport:
         rows, tokens: scored.
         greedy_share: share of the scored answer tokens that are the target's most probable token.
         mean_nll: mean negative log-likelihood of an answer token, in nats.
-        tau_ceiling: acceptance length at greedy verification of a drafter that had memorized these answers: 1 + the
+        tau_ceiling: acceptance length at greedy verification of a drafter that drafts exactly these answers: 1 + the
             mean number of greedy choices in a row behind an anchor, at most block_size - 1.
         sentence: the same for people.
     """
@@ -48,7 +48,7 @@ def on_policy(
         rows: sample ids to score.
         score: the target (see `Score`).
         block_size: slots of a block.
-        progress: hears of every row (1 each).
+        progress: called with 1 for every row.
 
     Raises:
         DataError: no rows.
@@ -106,8 +106,8 @@ def _sentence(share: float, ceiling: float, block_size: int) -> str:
     elif share > 0.8:
         advice = "these answers look sampled from the target or from a near relative"
     else:
-        advice = "these answers were written by someone else: let the target answer anew (`paceline regenerate`)"
+        advice = "these answers were written by another model: let the target answer anew (`paceline regenerate`)"
     return (
-        f"{share:.1%} of the answer tokens are the target's greedy choice; a drafter that had memorized them would "
+        f"{share:.1%} of the answer tokens are the target's greedy choice; a drafter that drafts exactly them would "
         f"reach τ {ceiling:.2f} of at most {block_size}; {advice}"
     )

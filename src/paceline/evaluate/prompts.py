@@ -26,7 +26,7 @@ class Prompt:
         id: the row's own id, or `file:line`.
         ids: token ids, generation prompt included.
         text: what the ids were read from.
-        reference: the answer that stands in the data, or None.
+        reference: the answer in the data, or None.
         tags: words by which reports are split.
         asked: the turns before the answer.
         later: what the user says after the answer, turn by turn.

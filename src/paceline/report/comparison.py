@@ -82,7 +82,7 @@ def _figures(runs: Sequence[History]) -> list[tuple[str, ...]]:
     ratios = [(d / deviations[0]) ** 2 if same else math.nan for d, same in zip(deviations, alike, strict=True)]
     newest = [run.evaluations[-1] if run.evaluations else {} for run in runs]
     seconds = [float(np.nansum(run.series("speed/seconds_per_step") * run.spans)) for run in runs]
-    return [
+    rows = [
         ("optimizer steps", *(str(run.steps[-1]) if run.steps.size else "–" for run in runs)),
         ("status", *(run.status for run in runs)),
         ("loss, last tenth", *(fixed(run.pooled("loss", last_part(run)), 3) for run in runs)),
@@ -100,6 +100,7 @@ def _figures(runs: Sequence[History]) -> list[tuple[str, ...]]:
         ("training time", *(duration(spent) for spent in seconds)),
         ("real tokens trained", *(short(total(run, "window/real_tokens")) for run in runs)),
     ]
+    return [row for row in rows if any(cell != "–" for cell in row[1:])]
 
 
 def _overlay(runs: Sequence[History], names: Sequence[str], metric: str, unit: str) -> str:
@@ -127,11 +128,12 @@ def _curve(run: History, metric: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _differences(sides: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
-    """Dotted names whose values are not the same in all runs."""
+    """Dotted names whose values are not the same in all runs; a run that has none at all is left out of account."""
     rows = [dict(flat(side)) for side in sides]
+    known = [row for row in rows if row]
     every = dict.fromkeys(name for row in rows for name in row)
     return [
         (name, *(shortened(row.get(name, "(none)"), 300) for row in rows))
         for name in every
-        if len({row.get(name) for row in rows}) > 1 and name != "run_dir"
+        if len({row.get(name) for row in known}) > 1 and name != "run_dir"
     ]

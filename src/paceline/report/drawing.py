@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import io
+import math
 import warnings
 from collections.abc import Generator, Sequence
 from typing import TYPE_CHECKING
@@ -69,7 +70,7 @@ class Drawing:
         self.figure = Figure(figsize=(width, HEIGHT))
         # Fixed margins, in inches: room for tick labels and for the names at the right edge. Fitting them takes as long
         # as the drawing itself, and the browser's font is another one anyway.
-        margins = {"left": 0.62 / width, "right": 1 - 0.95 / width, "bottom": 0.42 / HEIGHT, "top": 1 - 0.1 / HEIGHT}
+        margins = {"left": 0.72 / width, "right": 1 - 0.95 / width, "bottom": 0.42 / HEIGHT, "top": 1 - 0.1 / HEIGHT}
         self.figure.subplots_adjust(**margins)
         self.axes: Axes = self.figure.add_subplot()
         self.ends: Ends = []
@@ -118,8 +119,13 @@ def bucket_color(place: float) -> str:
 
 
 def tick(value: float, _: int) -> str:
-    """Text of an axis tick: SI prefixes for large numbers, plain digits for small ones."""
-    return short(value) if abs(value) >= 1000 else f"{value:g}"
+    """Text of an axis tick: ``12k``, ``0.25``, ``2e-4``."""
+    if abs(value) >= 1000:
+        return short(value)
+    if abs(value) >= 0.01 or value == 0:
+        return f"{value:g}"
+    exponent = math.floor(math.log10(abs(value)) + 1e-9)
+    return f"{value / 10**exponent:.3g}e{exponent}"
 
 
 def condensed(x: np.ndarray, *ys: np.ndarray, points: int = MAX_POINTS) -> tuple[np.ndarray, ...]:

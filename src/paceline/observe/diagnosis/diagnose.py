@@ -33,16 +33,16 @@ from paceline.observe.run_history import History, assemble, read_settings
 from paceline.text import percent
 
 MIN_STEPS = 20
-"""Runs of fewer optimizer steps are not judged."""
+"""Of runs of fewer optimizer steps only a failure is named."""
 MEMORY_LINES = 1000
 """Newest lines that are looked at while a run continues; a look at a thousand takes about 20 ms."""
 
 
 def diagnose(run: History) -> list[Finding]:
     """All findings, warnings first."""
-    if run.spans.sum() < MIN_STEPS:
-        return []
-    findings = [finding for check in CHECKS for finding in check(run)]
+    findings = failure(run)
+    if run.spans.sum() >= MIN_STEPS:
+        findings += [finding for check in CHECKS for finding in check(run)]
     return sorted(findings, key=lambda finding: finding.level == "info")
 
 
@@ -79,6 +79,15 @@ class LiveDiagnosis:
         fresh = [finding for finding in diagnose(run) if finding.level == "warning" and finding.key not in self._shown]
         self._shown.update(finding.key for finding in fresh)
         return fresh
+
+
+def failure(run: History) -> list[Finding]:
+    """What ended the run before its time."""
+    if not run.status.startswith("failed"):
+        return []
+    step = int(run.steps[-1]) if run.steps.size else 0
+    text = f"The run {run.status.rstrip('.')}, after step {step}."
+    return [Finding("failure", "warning", text, "fix that and start it again: it resumes from its newest checkpoint")]
 
 
 def bottleneck(run: History) -> list[Finding]:

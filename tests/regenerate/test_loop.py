@@ -12,7 +12,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from paceline.errors import DataError
-from paceline.regenerate.loop import RegenerateSettings, cut_path, prompt_id, regenerate
+from paceline.regenerate.local import LocalAnswers
+from paceline.regenerate.loop import RegenerateReport, RegenerateSettings, cut_path, prompt_id
+from paceline.regenerate.loop import regenerate as answer_all
 from paceline.types import GeneratedAnswer, Sampling
 
 GREEDY = Sampling(max_new_tokens=8)
@@ -32,6 +34,13 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 TOKENIZER = byte_tokenizer()
+
+
+def regenerate(prompts, target, tokenizer, settings, output, batch_size=16) -> RegenerateReport:
+    """Answer prompts in this process."""
+    return answer_all(
+        prompts, LocalAnswers(target, tokenizer, settings, batch_size), settings, output, tokenizer=tokenizer
+    )
 
 
 class Echo:
@@ -72,7 +81,7 @@ def test_every_turn_is_asked_with_the_answers_before_it(tmp_path):
         ["<user>hi</><assistant>", "<user>one</><assistant>", "<system>s</><user>é</><assistant>"],
         ["<user>hi</><assistant>HI</><user>you</><assistant>"],
     ]
-    rows = read(tmp_path / "out.jsonl")
+    rows = sorted(read(tmp_path / "out.jsonl"), key=lambda made: made["messages"][0]["content"])
     assert [message["content"] for message in rows[0]["messages"]] == ["hi", "HI", "you", "YOU"]
     assert rows[0]["answer_tokens"] == [2, 3]
     assert [message["role"] for message in rows[2]["messages"]] == ["system", "user", "assistant"]
@@ -132,25 +141,25 @@ def test_ids_tell_prompts_apart():
 @pytest.mark.parametrize("batch_size", [1, 2, 5, 64])
 def test_rows_do_not_depend_on_order_or_batch(tmp_path, batch_size):
     prompts = [row(*(f"q{index}.{turn}" for turn in range(1 + index % 3))) for index in range(11)]
-    regenerate(prompts, Echo(), TOKENIZER, RegenerateSettings(GREEDY, batch_size=3), tmp_path / "one.jsonl")
+    regenerate(prompts, Echo(), TOKENIZER, RegenerateSettings(GREEDY), tmp_path / "one.jsonl", 3)
     random.Random(batch_size).shuffle(prompts)
-    regenerate(prompts, Echo(), TOKENIZER, RegenerateSettings(GREEDY, batch_size=batch_size), tmp_path / "two.jsonl")
+    regenerate(prompts, Echo(), TOKENIZER, RegenerateSettings(GREEDY), tmp_path / "two.jsonl", batch_size)
     one, two = ({item["id"]: item for item in read(tmp_path / name)} for name in ("one.jsonl", "two.jsonl"))
     assert one == two
 
 
 def test_a_killed_run_continues_where_it_stopped(tmp_path):
     prompts = [row(f"q{index}") for index in range(7)]
-    settings = RegenerateSettings(GREEDY, batch_size=2)
+    settings = RegenerateSettings(GREEDY)
     whole, output = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
-    regenerate(prompts, Echo(), TOKENIZER, settings, whole)
+    regenerate(prompts, Echo(), TOKENIZER, settings, whole, 2)
     with pytest.raises(KeyboardInterrupt):
-        regenerate(prompts, Echo(fail_after=2), TOKENIZER, settings, output)
+        regenerate(prompts, Echo(fail_after=2), TOKENIZER, settings, output, 2)
     assert len(read(output)) == 4
     with output.open("ab") as file:
         file.write(b'{"id":"torn","mess')
     target = Echo()
-    report = regenerate(prompts, target, TOKENIZER, settings, output)
+    report = regenerate(prompts, target, TOKENIZER, settings, output, 2)
     assert output.read_bytes() == whole.read_bytes()
     assert (report.already_there, report.written, sum(map(len, target.batches))) == (4, 3, 3)
 
@@ -195,11 +204,8 @@ def test_a_turn_that_does_not_fit_the_context_is_not_asked(tmp_path):
     target = Echo()
     settings = RegenerateSettings(GREEDY, cut="mark", max_context_tokens=longest)
     report = regenerate(prompts, target, TOKENIZER, settings, output)
-    assert [[message["content"] for message in item["messages"]] for item in read(output)] == [
-        ["ok", "OK", "b", "B"],
-        ["ok", "OK"],
-    ]
-    assert [item["finish_reason"] for item in read(output)] == ["stop", "length"]
+    made = {item["finish_reason"]: [message["content"] for message in item["messages"]] for item in read(output)}
+    assert made == {"stop": ["ok", "OK", "b", "B"], "length": ["ok", "OK"]}
     assert (report.cut, len(read(cut_path(output)))) == (2, 1)
     assert all(len(text) + GREEDY.max_new_tokens <= longest for batch in target.batches for text in batch)
 
@@ -308,4 +314,4 @@ def test_a_file_that_is_no_output_is_refused(tmp_path):
     with pytest.raises(DataError, match=r"out\.jsonl:1: not a row of an earlier run"):
         regenerate([row("a")], Echo(), TOKENIZER, RegenerateSettings(GREEDY), output)
     with pytest.raises(DataError, match="batch_size is 0"):
-        regenerate([row("a")], Echo(), TOKENIZER, RegenerateSettings(GREEDY, batch_size=0), tmp_path / "new.jsonl")
+        regenerate([row("a")], Echo(), TOKENIZER, RegenerateSettings(GREEDY), tmp_path / "new.jsonl", 0)
