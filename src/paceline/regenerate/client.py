@@ -17,7 +17,7 @@ import httpx
 import msgspec
 
 from paceline.errors import DataError
-from paceline.regenerate.loop import OpenConversation, RegenerateSettings, Reply
+from paceline.regenerate.loop import OpenConversation, RegenerateSettings, ServerReply
 from paceline.text import first_line
 from paceline.types import JsonDict
 
@@ -207,7 +207,7 @@ class ServerAnswers:
         self._send_reasoning = send_reasoning
         self._returns_ids: bool | None = None
         self._threads = ThreadPoolExecutor(client.in_flight, thread_name_prefix="ask")
-        self._asked: dict[Future[Reply | str], OpenConversation] = {}
+        self._asked: dict[Future[ServerReply | str], OpenConversation] = {}
         self._error: BaseException | None = None
 
     @property
@@ -220,7 +220,7 @@ class ServerAnswers:
         if self._error is None:
             self._asked[self._threads.submit(self._ask, conversation)] = conversation
 
-    def collect(self) -> list[tuple[OpenConversation, Reply | str]]:
+    def collect(self) -> list[tuple[OpenConversation, ServerReply | str]]:
         """Wait for answers.
 
         Raises:
@@ -234,20 +234,20 @@ class ServerAnswers:
             found += self._stop()
         return found or self.collect()
 
-    def close(self) -> list[tuple[OpenConversation, Reply | str]]:
+    def close(self) -> list[tuple[OpenConversation, ServerReply | str]]:
         """End what is under way, and hand out the answers that came meanwhile."""
         found = self._stop()
         self._client.close()
         return found
 
-    def _stop(self) -> list[tuple[OpenConversation, Reply | str]]:
+    def _stop(self) -> list[tuple[OpenConversation, ServerReply | str]]:
         self._client.stopped.set()
         self._threads.shutdown(wait=True, cancel_futures=True)
         return self._taken(set(self._asked))
 
-    def _taken(self, done: set[Future[Reply | str]]) -> list[tuple[OpenConversation, Reply | str]]:
+    def _taken(self, done: set[Future[ServerReply | str]]) -> list[tuple[OpenConversation, ServerReply | str]]:
         """The answers among finished requests; the first error is kept."""
-        found: list[tuple[OpenConversation, Reply | str]] = []
+        found: list[tuple[OpenConversation, ServerReply | str]] = []
         for future in done:
             conversation = self._asked.pop(future)
             if future.cancelled():
@@ -258,7 +258,7 @@ class ServerAnswers:
                 found.append((conversation, future.result()))
         return found
 
-    def _ask(self, conversation: OpenConversation) -> Reply | str:
+    def _ask(self, conversation: OpenConversation) -> ServerReply | str:
         """The next answer of a conversation, or what the server said where it refuses."""
         body, key = self._request(conversation), int(conversation.row_id, 16)
         try:
@@ -275,7 +275,7 @@ class ServerAnswers:
             reply = _reply(found)
         except _Refused as error:
             reply = str(error)
-        return reply if isinstance(reply, Reply) else f"prompt {conversation.row_id}: {reply}"
+        return reply if isinstance(reply, ServerReply) else f"prompt {conversation.row_id}: {reply}"
 
     def _request(self, conversation: OpenConversation) -> JsonDict:
         """The body of the request for the next answer of a conversation."""
@@ -330,7 +330,7 @@ def _sent_call(call: Mapping[str, Any]) -> JsonDict:
     return {"type": "function", **call, "function": {**function, "arguments": arguments}}
 
 
-def _reply(found: Any) -> Reply | str:
+def _reply(found: Any) -> ServerReply | str:
     """The answer in a server's reply; text says why there is none.
 
     Raises:
@@ -351,4 +351,4 @@ def _reply(found: Any) -> Reply | str:
         turn["reasoning_content"] = thought
     if isinstance(ids, list) and all(type(item) is int for item in ids):
         turn["token_ids"], num_tokens = ids, len(ids)
-    return Reply(turn, num_tokens, reason)
+    return ServerReply(turn, num_tokens, reason)

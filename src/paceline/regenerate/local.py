@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from paceline.errors import DataError
-from paceline.regenerate.loop import ChatTokenizer, OpenConversation, RegenerateSettings, Reply, prompt_tokens
+from paceline.regenerate.loop import ChatTokenizer, OpenConversation, RegenerateSettings, ServerReply, prompt_tokens
 from paceline.types import GenerateAnswers
 
 
@@ -36,10 +36,10 @@ class LocalAnswers:
         """Ask for the next answer of a conversation."""
         self._waiting.append(conversation)
 
-    def collect(self) -> list[tuple[OpenConversation, Reply | str]]:
+    def collect(self) -> list[tuple[OpenConversation, ServerReply | str]]:
         """Answer all that wait, as one batch."""
         waiting, self._waiting = self._waiting, []
-        found: list[tuple[OpenConversation, Reply | str]] = []
+        found: list[tuple[OpenConversation, ServerReply | str]] = []
         asked: list[tuple[OpenConversation, list[int]]] = []
         for conversation in waiting:
             try:
@@ -52,9 +52,9 @@ class LocalAnswers:
             # Special tokens are kept: they are part of what the target wrote.
             text = self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
             turn = {"role": "assistant", "content": text, "token_ids": ids}
-            found.append((conversation, Reply(turn, len(ids), answer.finish_reason)))
+            found.append((conversation, ServerReply(turn, len(ids), answer.finish_reason)))
         return found
 
-    def close(self) -> list[tuple[OpenConversation, Reply | str]]:
+    def close(self) -> list[tuple[OpenConversation, ServerReply | str]]:
         """Nothing is under way between two batches."""
         return []
