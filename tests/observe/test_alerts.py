@@ -17,13 +17,13 @@ SAMPLES = random_samples(np.random.default_rng(0))
 
 
 def recorder(tmp_path) -> list[str]:
-    """A command that appends what it hears to a file."""
+    """A command that appends its input to a file."""
     program = "import sys; open(sys.argv[1], 'a').write(sys.stdin.read() + chr(10))"
-    return [sys.executable, "-c", program, str(tmp_path / "heard")]
+    return [sys.executable, "-c", program, str(tmp_path / "received")]
 
 
-def heard(tmp_path) -> list[dict]:
-    path = tmp_path / "heard"
+def received(tmp_path) -> list[dict]:
+    path = tmp_path / "received"
     return [json.loads(row) for row in path.read_text().splitlines()] if path.exists() else []
 
 
@@ -44,7 +44,7 @@ def test_jumps_skipped_steps_and_the_end_are_alerts(tmp_path):
         loss = 3.0 + 0.01 * rng.normal() + (2.0 if step in (70, 72) else 0.0)
         observer.step(report_of(step, SAMPLES, loss=Ratio(loss, 1.0), skipped=step in (80, 81)))
     observer.close("finished")
-    alerts = heard(tmp_path)
+    alerts = received(tmp_path)
     assert [(alert["kind"], alert["step"]) for alert in alerts] == [
         ("loss-jump", 70),
         ("not-finite", 80),
@@ -60,10 +60,12 @@ def test_a_failure_is_one_alert_with_its_reason(tmp_path):
     observer.step(report_of(1, SAMPLES))
     observer.event("failure", error="target 0: batch 17: out of memory")
     observer.close("failed")
-    assert [alert["text"] for alert in heard(tmp_path)] == ["paceline run: failed: target 0: batch 17: out of memory"]
+    assert [alert["text"] for alert in received(tmp_path)] == [
+        "paceline run: failed: target 0: batch 17: out of memory"
+    ]
     observer = open_with(tmp_path / "other", alert_command=recorder(tmp_path))
     observer.close("failed")
-    assert heard(tmp_path)[-1]["text"] == "paceline other: failed at step 0"
+    assert received(tmp_path)[-1]["text"] == "paceline other: failed at step 0"
 
 
 def test_an_alert_that_cannot_be_sent_costs_a_warning(tmp_path):
@@ -92,7 +94,7 @@ def test_one_failed_command_costs_that_alert_only(tmp_path):
         "count.write_text('x' * (n + 1)); n < 2 and sys.exit(1); "
         "open(sys.argv[2], 'a').write(sys.stdin.read() + chr(10))"
     )
-    command = [sys.executable, "-c", program, str(tmp_path / "count"), str(tmp_path / "heard")]
+    command = [sys.executable, "-c", program, str(tmp_path / "count"), str(tmp_path / "received")]
     observer = open_with(tmp_path / "run", alert_command=command)
     alerts = observer._alerts
     for step in range(1, 91):
@@ -100,7 +102,7 @@ def test_one_failed_command_costs_that_alert_only(tmp_path):
         for process, _ in alerts._running:  # one after the other: they count in a file
             process.wait(60)
     observer.close("finished")
-    assert [(alert["kind"], alert["step"]) for alert in heard(tmp_path)] == [("not-finite", 60), ("ended", 90)]
+    assert [(alert["kind"], alert["step"]) for alert in received(tmp_path)] == [("not-finite", 60), ("ended", 90)]
     assert len(warnings_of(tmp_path / "run")) == 1
 
 
@@ -110,7 +112,7 @@ def test_the_quiet_time_after_an_alert_is_counted_in_lines(tmp_path):
         observer.step(report_of(step, SAMPLES, skipped=step in (15, 95, 395)))
     observer.close("finished")
     # Lines 2, 10 and 40: the second is within twenty lines of the first, the third is not.
-    assert [(alert["kind"], alert["step"]) for alert in heard(tmp_path)][:-1] == [
+    assert [(alert["kind"], alert["step"]) for alert in received(tmp_path)][:-1] == [
         ("not-finite", 20),
         ("not-finite", 400),
     ]
@@ -119,7 +121,7 @@ def test_the_quiet_time_after_an_alert_is_counted_in_lines(tmp_path):
 def test_a_resumed_run_that_fails_at_once_says_its_step(tmp_path):
     observer = open_with(tmp_path / "run", first_step=40, alert_command=recorder(tmp_path))
     observer.close("stopped")
-    assert [(a["step"], a["text"]) for a in heard(tmp_path)] == [(40, "paceline run: stopped at step 40")]
+    assert [(a["step"], a["text"]) for a in received(tmp_path)] == [(40, "paceline run: stopped at step 40")]
 
 
 def test_a_command_that_does_not_exist_is_refused(tmp_path):

@@ -1,15 +1,16 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 
 import numpy as np
-import pytest
 from rich.console import Console
 
 from observed_runs import random_samples, report_of
 from paceline.config import ObserveConfig
 from paceline.observe.observer import open_observer
-from paceline.text import duration, percent, short
+from paceline.terminal import PlainConsole
+from paceline.types import Ratio
 
 SAMPLES = random_samples(np.random.default_rng(0))
 
@@ -56,25 +57,37 @@ def test_quiet_shows_warnings_only(tmp_path):
     assert watch(tmp_path, ObserveConfig(console="quiet"), terminal=True).count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (0, "0"), (1, "1"), (999.6, "1.00k"), (12345.6, "12.3k"), (1_000_000, "1M"), (0.5, "0.5"), (0.0006, "6.0e-04"),
-        (0.00123, "0.0012"), (float("nan"), "–"), (None, "–"), (-2500, "-2.50k"), (99.96, "100"), (2.5e12, "2.50T"),
-    ],
-)  # fmt: skip
-def test_numbers_are_short(value, text):
-    assert short(value) == text
+def test_a_line_begins_with_place_time_loss_and_both_taus(tmp_path):
+    screen = io.StringIO()
+    console = Console(file=screen, width=400, soft_wrap=True, highlight=False)
+    settings = ObserveConfig(console="plain", plain_every_s=0.0)
+    observer = open_observer(settings, tmp_path, total_steps=10, header={}, console=console)
+    for step in range(1, 5):
+        if step == 3:
+            observer.gauge("decode/tau", 2.25)
+        report = report_of(step, SAMPLES)
+        if step == 2:
+            report = replace(report, ratios=report.ratios | {"validation/acceptance/streak": Ratio(10, 10)})
+        observer.step(report)
+    observer.close()
+    lines = [line.split(" · ") for line in screen.getvalue().splitlines() if line.startswith("step")]
+    starts = [" ".join(part.split()[:1]) for part in lines[3][:6]]
+    assert starts == ["step", "epoch", "3.0", "loss", "τ", "held-out"] and lines[3][2] == "3.0 s left"
+    # Validation batches until something was decoded; the newest one is shown until there is another.
+    assert [line[5] if "held-out" in line[5] else "" for line in lines] == [
+        "", "held-out τ 2.00", "held-out τ 2.25", "held-out τ 2.25",
+    ]  # fmt: skip
+    assert lines[3][6].endswith("real tokens/s")
 
 
-def test_shares_and_durations():
-    assert [percent(x) for x in (0, 0.004, 0.071, 0.5, 1.0, float("nan"))] == [
-        "0 %",
-        "0.4 %",
-        "7.1 %",
-        "50 %",
-        "100 %",
-        "–",
-    ]
-    times = (0.04, 9.96, 59.6, 3725, 400_000, float("inf"))
-    assert [duration(x) for x in times] == ["0.0 s", "10.0 s", "1:00", "1:02:05", "4 d 15 h", "–"]
+def test_text_of_the_run_is_not_markup(tmp_path):
+    screen = io.StringIO()
+    observer = open_observer(
+        ObserveConfig(console="plain"), tmp_path, total_steps=1, header={}, console=PlainConsole(stderr=True)
+    )
+    observer._view._console.file = screen
+    observer.note("[bold]:x:[/x] \x1b[31m")
+    observer.warn("[/b] :warning:")
+    observer.close("failed: [/x]")
+    text = screen.getvalue()
+    assert "[bold]:x:[/x] \\x1b[31m" in text and "warning: [/b] :warning:" in text and "failed: [/x]" in text

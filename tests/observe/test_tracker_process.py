@@ -1,4 +1,4 @@
-"""A tracker's process: gets every line, and whatever it does, the run goes on and ends."""
+"""A tracker's process: gets every line, and whatever it does, the run continues and ends."""
 
 from __future__ import annotations
 

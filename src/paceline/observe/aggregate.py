@@ -137,12 +137,9 @@ class LineAggregator:
 
     def _window(self, report: StepReport) -> None:
         micro_batches, buckets = _micro_batches(report), _distinct(report)
-        self._sum("window/samples", report.samples)
         self._sum("window/micro_batches", micro_batches)
-        self._sum("window/anchors", report.anchors)
-        self._sum("window/real_tokens", report.real_tokens)
-        self._sum("window/padded_tokens", report.padded_tokens)
-        self._sum("window/draft_positions", report.draft_positions)
+        for name in ("samples", "anchors", "real_tokens", "padded_tokens", "draft_positions"):
+            self._sum(f"window/{name}", getattr(report, name))
         self._sum("window/buckets", buckets)
         if micro_batches > 1 and buckets:
             self._ratio("window/one_bucket", buckets == 1, 1)
@@ -161,16 +158,13 @@ class LineAggregator:
         if totals.samples:
             self._ratio(f"loss/bucket_{bucket}", totals.loss.numerator, totals.loss.denominator)
         self._ratio(f"weight_share/bucket_{bucket}", totals.loss.denominator, weight)
-        self._sum(f"samples/bucket_{bucket}", totals.samples)
-        self._sum(f"micro_batches/bucket_{bucket}", totals.micro_batches)
+        for name in ("samples", "micro_batches", "anchors", "real_tokens", "padded_tokens"):
+            self._sum(f"{name}/bucket_{bucket}", getattr(totals, name))
         self._sum(f"steps_with/bucket_{bucket}", totals.micro_batches > 0)
         self._sum(f"steps_mostly/bucket_{bucket}", micro_batches > 1 and totals.micro_batches >= MOSTLY * micro_batches)
-        self._sum(f"anchors/bucket_{bucket}", totals.anchors)
-        self._sum(f"real_tokens/bucket_{bucket}", totals.real_tokens)
-        self._sum(f"padded_tokens/bucket_{bucket}", totals.padded_tokens)
-        for name, count in (("samples", totals.samples), ("real_tokens", totals.real_tokens)):
+        for name in ("samples", "real_tokens"):
             total = f"total_{name}/bucket_{bucket}"
-            self._totals[total] = self._totals.get(total, 0.0) + count
+            self._totals[total] = self._totals.get(total, 0.0) + getattr(totals, name)
 
     def _ratio(self, name: str, numerator: float, denominator: float) -> None:
         find(name)

@@ -2,13 +2,6 @@
 
 A name is literal (``loss``) or a family with one placeholder a braced word (``loss/bucket_{bucket}``). The part before
 the slash groups metrics on dashboards; names without a slash are the headline ones.
-
-Reductions say how one value comes from many micro-batches, ranks and optimizer steps:
-
-- ``ratio``: numerators and denominators are added over all of them and divided once.
-- ``per_step``: added over micro-batches and ranks, then averaged over the steps of a line.
-- ``max``: largest of all of them.
-- ``last``: the value when the line was written; the same on every rank.
 """
 
 from __future__ import annotations
@@ -30,18 +23,9 @@ REDUCTION_TEXT: dict[Reduction, str] = {
 }
 
 _PLACEHOLDERS = {
-    "bucket": r"[0-9]{1,6}",
-    "slot": r"[0-9]{1,6}",
-    "k": r"[0-9]{1,6}",
-    "nodes": r"[0-9]{1,6}",
-    "stage": r"[A-Za-z0-9_.:-]{1,200}",
+    **dict.fromkeys(("bucket", "slot", "k", "nodes", "tap"), r"[0-9]{1,6}"),
+    **dict.fromkeys(("stage", "device", "queue", "tag", "term", "worker"), r"[A-Za-z0-9_.:-]{1,200}"),
     "state": r"[a-z_]+",
-    "device": r"[A-Za-z0-9_.:-]{1,200}",
-    "queue": r"[A-Za-z0-9_.:-]{1,200}",
-    "term": r"[A-Za-z0-9_.-]{1,200}",
-    "tap": r"[0-9]{1,6}",
-    "tag": r"[A-Za-z0-9_.:-]{1,200}",
-    "worker": r"[A-Za-z0-9_.:-]{1,200}",
     "metric": r"[a-z0-9_]+(?:/[a-z0-9_]+)?",
 }
 
@@ -67,6 +51,15 @@ class Metric:
     better: Literal["", "lower", "higher"] = ""
 
 
+_STEPS = "optimizer steps"
+_BATCHES = "micro-batches, by step"
+_HELD_OUT = "held-out validation batches"
+_STEPS = "optimizer steps"
+_BATCHES = "micro-batches, by step"
+_HELD_OUT = "held-out validation batches"
+_STEPS = "optimizer steps"
+_BATCHES = "micro-batches, by step"
+_HELD_OUT = "held-out validation batches"
 _SLOTS = "supervised draft slots of the window"
 _BLOCKS = "blocks (anchors) of the window"
 _BUCKET = "micro-batches of that bucket in the window; 0 where there are none"
@@ -79,9 +72,7 @@ CATALOGUE: tuple[Metric, ...] = (
     Metric("loss", "nat", "Σ weighted loss / Σ weight, divided once for the whole window", _WINDOW, "ratio", "lower"),
     Metric("tau", "token", "acceptance length: 1 + mean streak; tokens per target pass", _BLOCKS, "ratio", "higher"),
     Metric("learning_rate", "1", "learning rate of the step", _WINDOW, "last"),
-    Metric(
-        "real_tokens_per_s", "token/s", "real context tokens through the target a second", _WINDOW, "ratio", "higher"
-    ),
+    Metric("real_tokens_per_s", "token/s", "real tokens through the target a second", _WINDOW, "ratio", "higher"),
     Metric("draft_positions_per_s", "position/s", "anchors × block size trained a second", _WINDOW, "ratio", "higher"),
     Metric("padding_efficiency", "1", "real tokens / padded tokens", _WINDOW, "ratio", "higher"),
     # Objective.
@@ -91,31 +82,17 @@ CATALOGUE: tuple[Metric, ...] = (
     Metric("noise/snr_tap_{tap}", "1", "feature energy / noise energy of one tap", _WINDOW, "ratio"),
     # Acceptance.
     Metric("acceptance/streak", "token", "accepted drafts of a block, bonus excluded", _BLOCKS, "ratio", "higher"),
-    Metric(
-        "acceptance/slot_{slot}", "1", "slot accepted, given that all earlier ones were", _BLOCKS, "ratio", "higher"
-    ),
+    Metric("acceptance/slot_{slot}", "1", "slot accepted, where all earlier ones were", _BLOCKS, "ratio", "higher"),
     Metric("accuracy/all", "1", "slot's top-1 draft is the label, over all slots", _SLOTS, "ratio", "higher"),
-    Metric(
-        "accuracy/slot_{slot}", "1", "slot's top-1 draft is the label, whatever came before", _SLOTS, "ratio", "higher"
-    ),
-    Metric(
-        "coverage/top_{k}_slot_{slot}", "1", "label is among the slot's k likeliest tokens", _SLOTS, "ratio", "higher"
-    ),
-    Metric(
-        "tree/streak_{nodes}", "token", "accepted depth of a DDTree of that node budget", _BLOCKS, "ratio", "higher"
-    ),
+    Metric("accuracy/slot_{slot}", "1", "top-1 draft is the label, whatever came before", _SLOTS, "ratio", "higher"),
+    Metric("coverage/top_{k}_slot_{slot}", "1", "label is among the k likeliest tokens", _SLOTS, "ratio", "higher"),
+    Metric("tree/streak_{nodes}", "token", "accepted depth of a DDTree of so many nodes", _BLOCKS, "ratio", "higher"),
     Metric("tree/surrogate_{nodes}", "token", "depth that the drafter itself expects of that tree", _BLOCKS, "ratio"),
     Metric("tree/surrogate_ratio_{nodes}", "1", "realised / expected depth of that tree", _BLOCKS, "ratio"),
     Metric("tree/tau_{nodes}", "token", "1 + mean tree streak", _BLOCKS, "ratio", "higher"),
     Metric("tree/temperature", "1", "of the logits, at which surrogate and streak of a tree agree", _BLOCKS, "last"),
     # Validation.
-    Metric(
-        "validation/{metric}",
-        "1",
-        "the metric of that name on held-out samples, always the same with the same anchors",
-        "held-out validation batches",
-        "ratio",
-    ),
+    Metric("validation/{metric}", "1", "that metric on held-out samples, always the same", _HELD_OUT, "ratio"),
     # Real decoding of a checkpoint by the evaluator.
     Metric("decode/tau", "token", "tokens per target pass", _DECODED, "last", "higher"),
     Metric("decode/tau_macro", "token", "mean over prompts of their own τ", _DECODED, "last", "higher"),
@@ -127,10 +104,8 @@ CATALOGUE: tuple[Metric, ...] = (
     # Optimizer.
     Metric("gradient/norm", "1", "gradient norm before clipping", "steps that were not skipped", "ratio"),
     Metric("gradient/norm_max", "1", "largest gradient norm before clipping", "steps that were not skipped", "max"),
-    Metric("gradient/clipped", "1", "share of steps whose gradient was scaled down", "optimizer steps", "ratio"),
-    Metric(
-        "gradient/skipped", "1", "share of steps skipped for a gradient that is not finite", "optimizer steps", "ratio"
-    ),
+    Metric("gradient/clipped", "1", "share of steps whose gradient was scaled down", _STEPS, "ratio"),
+    Metric("gradient/skipped", "1", "share of steps skipped for a gradient that is not finite", _STEPS, "ratio"),
     Metric("norms/unmoved", "1", "share of norm weights still at their first value", "norm weights", "last", "lower"),
     # What the window held.
     Metric("window/samples", "sample", "samples, the batch size of the step", _WINDOW, "per_step"),
@@ -140,38 +115,19 @@ CATALOGUE: tuple[Metric, ...] = (
     Metric("window/padded_tokens", "token", "context tokens with padding", _WINDOW, "per_step"),
     Metric("window/draft_positions", "position", "anchors × block size", _WINDOW, "per_step"),
     Metric("window/buckets", "bucket", "distinct buckets", _WINDOW, "per_step"),
-    Metric(
-        "window/one_bucket",
-        "1",
-        "share of steps that held one bucket only",
-        "steps of several micro-batches",
-        "ratio",
-        "lower",
-    ),
+    Metric("window/one_bucket", "1", "share with one bucket only", "steps of several batches", "ratio", "lower"),
     Metric("window/mean_length", "token", "real tokens a sample", _WINDOW, "ratio"),
     Metric("window/max_length", "token", "longest sample", _WINDOW, "max"),
-    Metric("window/log2_length", "1", "log2 of a step's mean length in tokens", "micro-batches, by step", "ratio"),
-    Metric(
-        "window/log2_length_squared",
-        "1",
-        "square of that; less the squared mean: the variance from step to step, inside a line too",
-        "micro-batches, by step",
-        "ratio",
-    ),
+    Metric("window/log2_length", "1", "log2 of a step's mean length in tokens", _BATCHES, "ratio"),
+    Metric("window/log2_length_squared", "1", "its square, for the variance from step to step", _BATCHES, "ratio"),
     Metric("window/samples_per_micro_batch", "sample", "samples a micro-batch", _WINDOW, "ratio"),
     # By bucket (0 = shortest).
     Metric("loss/bucket_{bucket}", "nat", "loss of one bucket", _BUCKET, "ratio", "lower"),
     Metric("weight_share/bucket_{bucket}", "1", "bucket's share of the window's loss weight", _WINDOW, "ratio"),
     Metric("samples/bucket_{bucket}", "sample", "samples of one bucket", _BUCKET, "per_step"),
     Metric("micro_batches/bucket_{bucket}", "micro-batch", "micro-batches of one bucket", _BUCKET, "per_step"),
-    Metric("steps_with/bucket_{bucket}", "1", "share of steps that held the bucket", "optimizer steps", "per_step"),
-    Metric(
-        "steps_mostly/bucket_{bucket}",
-        "1",
-        "share of steps of several micro-batches that drew three of four or more from the bucket",
-        "optimizer steps",
-        "per_step",
-    ),
+    Metric("steps_with/bucket_{bucket}", "1", "share of steps that held the bucket", _STEPS, "per_step"),
+    Metric("steps_mostly/bucket_{bucket}", "1", "share of steps with 3 of 4 batches from it", _STEPS, "per_step"),
     Metric("anchors/bucket_{bucket}", "anchor", "anchors of one bucket", _BUCKET, "per_step"),
     Metric("real_tokens/bucket_{bucket}", "token", "real tokens of one bucket", _BUCKET, "per_step"),
     Metric("padded_tokens/bucket_{bucket}", "token", "padded tokens of one bucket", _BUCKET, "per_step"),
@@ -182,32 +138,13 @@ CATALOGUE: tuple[Metric, ...] = (
     Metric("weight_share/tag_{tag}", "1", "tag's share of the window's loss weight", _WINDOW, "ratio"),
     Metric("samples/tag_{tag}", "sample", "samples with one tag", "samples with that tag", "per_step"),
     # What of the data was trained.
-    Metric(
-        "coverage/supervised",
-        "1",
-        "supervised draft slots / supervised tokens; overlapping blocks count each time",
-        "samples of the window",
-        "ratio",
-    ),
+    Metric("coverage/supervised", "1", "draft slots, each time counted / supervised tokens", _WINDOW, "ratio"),
     # Speed and stages.
-    Metric("speed/seconds_per_step", "s", "wall time of an optimizer step", "optimizer steps", "ratio", "lower"),
+    Metric("speed/seconds_per_step", "s", "wall time of an optimizer step", _STEPS, "ratio", "lower"),
     Metric("speed/padded_tokens_per_s", "token/s", "context tokens with padding a second", _WINDOW, "ratio"),
     Metric("speed/samples_per_s", "sample/s", "samples a second", _WINDOW, "ratio", "higher"),
-    Metric(
-        "speed/mfu_{stage}",
-        "1",
-        "model FLOPs / what the devices' peak allows",
-        "devices of the stage",
-        "ratio",
-        "higher",
-    ),
-    Metric(
-        "stage/{stage}/{state}",
-        "1",
-        "share of a stage's time spent busy, starved or blocked",
-        "all workers of the stage",
-        "ratio",
-    ),
+    Metric("speed/mfu_{stage}", "1", "model FLOPs / what devices can do", "devices of the stage", "ratio", "higher"),
+    Metric("stage/{stage}/{state}", "1", "share of time busy, starved or blocked", "workers of the stage", "ratio"),
     Metric("queue/{queue}_items", "item", "items waiting in a channel", "one channel", "last"),
     Metric("queue/{queue}_bytes", "B", "bytes waiting in a channel", "one channel", "last"),
     Metric("memory/{device}_bytes", "B", "memory in use", "a device or process", "last"),

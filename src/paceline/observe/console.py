@@ -19,6 +19,8 @@ Values = Mapping[str, float | None]
 class View:
     """Warnings only; the other views show more."""
 
+    quiet = True
+
     def __init__(self, console: Console) -> None:
         self._console = console
 
@@ -30,6 +32,8 @@ class View:
 
     def note(self, text: str) -> None:
         """Something that happened."""
+        if not self.quiet:
+            self._console.print(Text(text))
 
     def warn(self, text: str) -> None:
         """Something that the user should look at."""
@@ -37,6 +41,7 @@ class View:
 
     def close(self, status: str) -> None:
         """The run is over."""
+        self.note(f"training {status}")
 
 
 def open_view(settings: ObserveConfig, console: Console, *, total_steps: int, first_step: int) -> View:
@@ -53,6 +58,8 @@ def open_view(settings: ObserveConfig, console: Console, *, total_steps: int, fi
 
 class PlainView(View):
     """One line now and then, for logs: the first step, the last one, and every ``every_s`` seconds of training."""
+
+    quiet = False
 
     def __init__(self, console: Console, *, total_steps: int, every_s: float) -> None:
         super().__init__(console)
@@ -72,14 +79,10 @@ class PlainView(View):
         if due or self._since_s >= self._every_s:
             self._print()
 
-    def note(self, text: str) -> None:
-        """One line."""
-        self._console.print(Text(text))
-
     def close(self, status: str) -> None:
         """Print the last step if it was held back, and how the run ended."""
         self._print()
-        self._console.print(Text(f"training {status}"))
+        super().close(status)
 
     def _print(self) -> None:
         line, self._pending, self._since_s = self._pending, None, 0.0
@@ -92,6 +95,8 @@ class PlainView(View):
 
 class LiveView(View):
     """Progress bar, current numbers and stage shares, redrawn in place; notes and warnings scroll above."""
+
+    quiet = False
 
     def __init__(self, console: Console, *, total_steps: int, first_step: int) -> None:
         super().__init__(console)
@@ -122,14 +127,10 @@ class LiveView(View):
         left = duration(line.values.get("progress/time_left_s"))
         self._progress.update(self._task, completed=line.step, epoch=line.epoch + 1, left=left)
 
-    def note(self, text: str) -> None:
-        """One line above the bar."""
-        self._console.print(Text(text))
-
     def close(self, status: str) -> None:
         """Leave the last state on the screen."""
         self._live.stop()
-        self._console.print(Text(f"training {status}"))
+        super().close(status)
 
     def _render(self) -> Group:
         rows = [" · ".join(numbers(self._values, self._seen)), " · ".join(stages(self._values))]

@@ -275,7 +275,7 @@ class Observer:
 
     def _event(self, kind: str, fields: dict[str, Any]) -> None:
         line = EventLine(step=self._step, time=time.time(), event=kind, fields=masked_values(fields))
-        self._diagnosis.hear(line)
+        self._diagnosis.note(line)
         self._send(line)
 
     def _send(self, line: StepLine | EventLine) -> None:

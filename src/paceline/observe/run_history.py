@@ -90,7 +90,7 @@ class History:
 
     @property
     def tags(self) -> list[str]:
-        """Tags that were told apart, in alphabetical order."""
+        """Tags that the metrics distinguish, in alphabetical order."""
         return sorted(name.removeprefix(TAG_LOSS) for name in self.values if name.startswith(TAG_LOSS))
 
     def setting(self, section: str, name: str) -> Any:

@@ -1,4 +1,4 @@
-"""How the report draws: one style, series told apart without color, lines named where they end, SVG in a data address.
+"""How the report draws: one style, series distinct without color, lines named where they end, SVG in a data address.
 
 Drawings are made once, for a light page, on a transparent ground; on a dark page the style sheet inverts them.
 """

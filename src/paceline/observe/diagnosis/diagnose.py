@@ -62,7 +62,7 @@ class LiveDiagnosis:
         self._next = first_step + every_steps
         self._shown: set[str] = set()
 
-    def hear(self, line: EventLine) -> None:
+    def note(self, line: EventLine) -> None:
         """Take in an event, for the next look."""
         self._events.append(line)
 

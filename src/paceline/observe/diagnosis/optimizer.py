@@ -34,7 +34,7 @@ def limit_of(norms: np.ndarray) -> tuple[float, float]:
 
 
 def spikes_of(norms: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Which of many norms stand out among their neighbors; a norm that falls as a run learns has no single level.
+    """Which of many norms are far above their neighbors; a norm that falls as a run learns has no single level.
 
     Args:
         norms: finite, in order, [n].
@@ -54,7 +54,7 @@ def spikes_of(norms: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 class SpikeWatch:
-    """Sees every step and describes those whose gradient stands out, while their samples are known.
+    """Sees every step and describes those whose gradient is far above, while their samples are known.
 
     Args:
         total_steps: optimizer steps planned; gradients are large in the first twentieth of any run.

@@ -1,6 +1,6 @@
 """Trackers that the metrics are also sent to: W&B, TensorBoard, trackio.
 
-In come the lines of metrics.jsonl; each tracker's package runs in one process of its own (`tracker_process`), which is
+In come the lines of metrics.jsonl; each tracker's package runs in a separate process (`tracker_process`), which is
 the only one that imports it. A tracker that cannot start stops the run before any work; one that fails or hangs later
 costs a warning, never the run.
 """

@@ -1,4 +1,4 @@
-"""A tracker in one process of its own, so no hang, exit hook or signal handler of its package reaches the run.
+"""A tracker in a separate process, so no hang, exit hook or signal handler of its package reaches the run.
 
 The trainer writes one JSON message a line to the child's standard input and never waits while it trains: what the pipe
 does not take stays in a queue, whose oldest lines are dropped when it is full. The child replies once when the backend
@@ -18,7 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import msgspec
 
@@ -87,7 +87,7 @@ class Tracker:
             env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
             start_new_session=True,  # Ctrl-C goes to the trainer, which closes its trackers itself
         )
-        self._input, self._output = _pipes(self._process)
+        self._input, self._output = cast(IO[bytes], self._process.stdin), cast(IO[bytes], self._process.stdout)
         os.set_blocking(self._input.fileno(), False)
         self._start(context)
 
@@ -213,12 +213,6 @@ class Tracker:
             self._warn(text)
 
 
-def _pipes(process: subprocess.Popen[bytes]) -> tuple[IO[bytes], IO[bytes]]:
-    if process.stdin is None or process.stdout is None:
-        raise RuntimeError("the process was started without pipes")
-    return process.stdin, process.stdout
-
-
 def serve() -> None:
     """The child's end: start the backend named in the first message, then take lines until it is closed or fails."""
     answers = os.fdopen(os.dup(1), "wb", buffering=0)
@@ -228,7 +222,9 @@ def serve() -> None:
         message = _MESSAGE.decode(row)
         try:
             if isinstance(message, Start):
-                backend = importlib.import_module(message.module).start(_context(message))
+                settings, run_dir = ObserveConfig.model_validate(message.settings), Path(message.run_dir)
+                context = TrackerContext(settings, run_dir, message.header, message.first_step)
+                backend = importlib.import_module(message.module).start(context)
             elif backend is not None and isinstance(message, Close):
                 backend.close(message.status)
             elif backend is not None and not isinstance(message, Close):
@@ -245,12 +241,6 @@ def serve() -> None:
             return
     if backend is not None:
         backend.close("failed: the trainer is gone")
-
-
-def _context(start: Start) -> TrackerContext:
-    return TrackerContext(
-        ObserveConfig.model_validate(start.settings), Path(start.run_dir), start.header, start.first_step
-    )
 
 
 if __name__ == "__main__":

@@ -40,8 +40,8 @@ def test_tensorboard_reads_back_every_step_once(tmp_path):
         rows = {event.step: event.value for event in found.Scalars(name)}
         assert rows == pytest.approx({step: line.values[name] for step, line in lines.items()}), name
         assert len(found.Scalars(name)) == 8
-    assert b'"target": "small"' in found.Tensors("header")[0].tensor_proto.string_val[0]
-    assert b"step-00000003" in found.Tensors("event/checkpoint")[0].tensor_proto.string_val[0]
+    assert b'"target": "small"' in found.Tensors("header/text_summary")[0].tensor_proto.string_val[0]
+    assert b"step-00000003" in found.Tensors("event/checkpoint/text_summary")[0].tensor_proto.string_val[0]
 
 
 def test_trackio_holds_every_step(tmp_path, monkeypatch):
