@@ -170,7 +170,6 @@ def test_unknown_command_and_flag(capfd) -> None:
     [
         ({"drafter": {"attention": "flex"}}, "flex trains on CUDA only"),
         ({"drafter": {"head": "liger"}}, "liger trains on CUDA only"),
-        ({"drafter": {"head": "torch"}, "objective": {"terms": {"kl": 1.0}}}, "torch knows cross entropy alone"),
         ({"seed": 2**64}, "seed"),
         ({"target": {"adapter": "tuned", "quantization": "8bit"}}, "cannot be merged into weights that are quantized"),
         (

@@ -29,12 +29,11 @@ from paceline.export.zlab import write_zlab
 from paceline.target_model.facts import describe_target
 from paceline.target_model.load import load_target
 from paceline.target_model.shared_weights import load_shared_weights
+from paceline.types import TargetFacts
+from paceline.version import __version__
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from paceline.version import __version__
-from paceline.types import TargetFacts
 
 Format = Literal["zlab", "speculators"]
 Golden = Literal["random", "target", "none"]
