@@ -21,9 +21,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from paceline.checkpoint.writer import CheckpointWriter
 
 from paceline.checkpoint import checkpoints
+from paceline.checkpoint.checkpoints import CheckpointWriter
 from paceline.config import CheckpointConfig
 from paceline.drafter.host_copy import HostCopy
 

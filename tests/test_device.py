@@ -11,7 +11,7 @@ import torch
 
 from paceline import device
 
-WITHOUT_A_CARD = {"is_available", "is_initialized", "device_count", "Event", "cudart"}
+WITHOUT_A_CARD = {"is_available", "is_initialized", "device_count", "Event", "cudart", "get_sync_debug_mode"}
 """What may be called without a device: it touches none, or is bound to one by what is done with it."""
 HOME = "src/paceline/device.py"
 

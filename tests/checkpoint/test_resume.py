@@ -18,7 +18,7 @@ import yaml
 from safetensors.torch import load_file
 
 from paceline.atomic_files import ASIDE
-from paceline.checkpoint import checkpoints
+from paceline.checkpoint import checkpoints, run_directory
 from paceline.cli import main
 from paceline.export.zlab import read_zlab
 
@@ -175,15 +175,13 @@ def test_target_and_data_may_lie_elsewhere(copied: Path, finished: Path, demo_as
     assert main(["train", str(copied)]) != 0
 
 
-def test_other_versions_are_told(copied: Path, finished: Path, capfd) -> None:
+def test_other_versions_are_told(copied: Path, finished: Path, capfd, monkeypatch) -> None:
     forget_after(copied, 4)
-    path = checkpoints.checkpoint_path(copied, 4) / checkpoints.NOTE
-    note = json.loads(path.read_text())
-    note["versions"]["torch"] = "1.0.0"
-    path.write_text(json.dumps(note))
+    other = {**run_directory.versions(), "torch": "1.0.0"}
+    monkeypatch.setattr(run_directory, "versions", lambda: other)
     assert main(["train", str(copied)]) == 0
     warned = [line for line in capfd.readouterr().err.splitlines() if "other versions" in line]
-    assert len(warned) == 1 and f"torch 1.0.0 → {torch.__version__}" in warned[0]
+    assert len(warned) == 1 and f"torch {torch.__version__} → 1.0.0" in warned[0]
     assert same(weights(copied), weights(finished))
 
 

@@ -188,7 +188,7 @@ def test_a_worker_over_several_devices_is_one_name(tmp_path: Path) -> None:
     )
     flow = load_settings(path).flow
     assert flow.target_devices == ["cuda:0+cuda:1", "cuda:2+cuda:3"]
-    assert flow.num_buffers == 2 + 4 + 1
+    assert flow.num_buffers == 2 * 2 + 4 + 1  # two batches in flight on each group of cards
 
 
 @pytest.mark.parametrize(("written", "read"), [("off", "off"), ("on", "on"), ("'off'", "off"), ("auto", "auto")])

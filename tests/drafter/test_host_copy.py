@@ -6,11 +6,11 @@ import io
 
 import pytest
 import torch
-from paceline.checkpoint.writer import CheckpointWriter
 
 from drafter_cases import close_window, make_batch, make_learner, small_spec
 from fake_cuda import fake_cuda
 from paceline.checkpoint import checkpoints
+from paceline.checkpoint.checkpoints import CheckpointWriter
 from paceline.config import CheckpointConfig
 from paceline.device import own_device
 from paceline.drafter.host_copy import HostCopy, host_copy_bytes

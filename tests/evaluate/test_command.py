@@ -169,7 +169,7 @@ def test_another_target_than_the_folder_notes_is_refused(target, folder, demo_as
         (["nowhere"], "neither a run directory nor a drafter folder"),
         (["{folder}", "--target", "nowhere/at/all", "--prompts", "x"], "no such"),
         (["{folder}", "--target", "{target}", "--prompts", "gsm9k:x"], "no prompt set is called gsm9k"),
-        (["{folder}", "--target", "{target}", "--prompts", "gsm8k:{target}/config.json"], "no row of GSM8K"),
+        (["{folder}", "--target", "{target}", "--prompts", "gsm8k:{target}/config.json"], "not a row of GSM8K"),
     ],
 )
 def test_errors_are_one_line(target, folder, capsys, words, says):

@@ -10,7 +10,7 @@ import torch
 
 from paceline.config import TargetConfig
 from paceline.errors import TargetError
-from paceline.pipeline.process import WorkerProcess
+from paceline.pipeline.process import Stage, WorkerProcess
 from paceline.target_model.load import load_target
 from paceline.target_model.shared_weights import on_host, shared_weights
 from paceline.target_model.teacher import Teacher
@@ -86,7 +86,7 @@ def test_the_loaded_target_hands_over_its_own_tensors(qwen3, llama):
         assert weights.teacher is None
 
 
-class Drafter:
+class Drafter(Stage):
     """A process that takes over what a target hands over, and answers with what it got."""
 
     def handle(self, message):

@@ -174,6 +174,9 @@ def test_a_damaged_row_is_named_and_the_fixed_run_resumes(make_run: MakeRun, tmp
     fresh = make_run("fresh", flow=flow, data=data, train={"max_steps": 30})
     assert main(["train", str(fresh)]) == 1
     line = error_line(capfd.readouterr().err)
+    assert "part-000000.arrow: damaged: its bytes are not those that were written" in line
+    assert main(["train", str(fresh), "--data.verify", "false"]) == 1
+    line = error_line(capfd.readouterr().err)
     assert re.search(rf"stage target 0 \(cpu\) failed on .*{BATCH}: .*token id 2139062143 is outside", line), line
     part.write_bytes(sound)
     assert main(["train", str(fresh)]) == 0

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from paceline.config import Settings
-from paceline.run.build import validation_batches
+from paceline.run.training_plan import TrainingPlan
 
 
 class Heldout:
@@ -25,22 +25,21 @@ class Heldout:
         ]
 
 
-def run_with(lengths, **plan):
+def validation_of(lengths, **plan):
     settings = Settings.model_validate(
         {"run_dir": "r", "target": {"path": "t"}, "plan": plan, "drafter": {"num_anchors": 16, "block_size": 8}}
     )
     spec, facts = SimpleNamespace(block_size=8), SimpleNamespace(pad_token_id=0)
-    return SimpleNamespace(settings=settings, spec=spec, facts=facts, heldout=Heldout(lengths))
+    plan = TrainingPlan(settings, spec, facts, Heldout([9, 9]), 1)
+    return plan.validation_batches(Heldout(lengths))
 
 
 @pytest.mark.parametrize("strategy", ["grid", "packed", "shuffled"])
 def test_validation_keeps_the_budgets_of_training(strategy):
     lengths = np.random.default_rng(0).integers(5, 200, 60).tolist()
-    run = run_with(lengths, token_budget=512, draft_position_budget=512, max_samples=9, strategy=strategy)
-    found = validation_batches(run)
+    found = validation_of(lengths, token_budget=512, draft_position_budget=512, max_samples=9, strategy=strategy)
     assert sorted(np.concatenate([host.planned.rows for host in found]).tolist()) == list(range(60))
     for host in found:
-        assert (host.planned.epoch, host.planned.window) == (-1, -1)
         assert len(host.planned.rows) <= 9
         assert len(host.anchors) * 8 == host.planned.draft_positions <= 512
         assert host.planned.real_tokens <= host.planned.padded_tokens <= 512
@@ -48,8 +47,7 @@ def test_validation_keeps_the_budgets_of_training(strategy):
 
 
 def test_a_heldout_sample_beyond_a_budget_is_left_out():
-    run = run_with([700, 20, 30, 40], token_budget=512, draft_position_budget=300)
-    (host,) = validation_batches(run)[-1:]
+    (host,) = validation_of([700, 20, 30, 40], token_budget=512, draft_position_budget=300)[-1:]
     assert 0 not in host.planned.rows
-    assert validation_batches(run_with([700], token_budget=512)) == []
-    assert validation_batches(run_with([1, 1], token_budget=512)) == []
+    assert validation_of([700], token_budget=512) == []
+    assert validation_of([1, 1], token_budget=512) == []
