@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.checkpoint.run_lock import WITHOUT_LOCKS, hold_run
+from paceline.checkpoint.run_lock import WITHOUT_LOCKS, hold_run, trainer_of
 from paceline.errors import RunDirectoryError
 
 HOLDER = """
@@ -82,7 +82,7 @@ def test_a_killed_trainer_holds_nothing(tmp_path: Path) -> None:
     other = holder(tmp_path / "run")
     ended(other)
     with hold_run(tmp_path / "run"):
-        pass
+        assert trainer_of(tmp_path / "run") == os.getpid()
 
 
 def test_an_error_frees_the_run(tmp_path: Path) -> None:
