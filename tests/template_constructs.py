@@ -51,6 +51,7 @@ APART = (
     *("thought beside a call", "thought and text beside a call"),
 )
 """Kinds of chats with a thought outside the content."""
+INSIDE = ("thought inside the content", "thoughts inside, several turns")
 NO_THOUGHT = (
     *("plain", "system", "several turns", "system, several turns", "ShareGPT with system", "question at the end"),
     *("two answers in a row", "greeting first", "a turn without loss", "call at the end", "call, result, answer"),
@@ -620,6 +621,37 @@ CONSTRUCTS: dict[str, Construct] = {
         *IM,
         eos="<|im_end|>",
         left_out={"not_written": APART},
+    ),
+    "an empty thought before every answer, even before one inside the content": made(
+        """{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}
+        {% if m.role == 'assistant' %}{{ '<think></think>' }}{% endif %}{{ m.content }}"""
+        + CALLS
+        + """{{ '<|im_end|>\\n' }}{% endfor %}
+        {% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}""",
+        *IM,
+        eos="<|im_end|>",
+        left_out={"not_written": (*APART, *INSIDE)},
+    ),
+    "answers in a row share a turn": made(
+        """{% for m in messages %}
+        {% if loop.first or m.role != 'assistant' or messages[loop.index0 - 1].role != 'assistant' %}
+        {{ '<|im_start|>' + m.role + '\\n' }}{% endif %}{{ m.content }}"""
+        + CALLS
+        + """{% if loop.last or m.role != 'assistant' or messages[loop.index0 + 1].role != 'assistant' %}
+        {{ '<|im_end|>\\n' }}{% endif %}{% endfor %}
+        {% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}""",
+        *IM,
+        eos="<|im_end|>",
+        left_out={"not_written": APART},
+    ),
+    "the prompt begins an answer that turns do not hold": made(
+        """{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content }}"""
+        + CALLS
+        + """{{ '<|im_end|>\\n' }}{% endfor %}
+        {% if messages[-1].role != 'assistant' %}{{ '<|im_start|>assistant\\nHere are my steps:\\n' }}{% endif %}""",
+        *IM,
+        eos="<|im_end|>",
+        left_out={"not_continued": (*NO_THOUGHT, *APART, *INSIDE)},
     ),
     "vision: text as a list of parts": made(
         """{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}

@@ -13,7 +13,9 @@ from tempfile import TemporaryDirectory
 import pytest
 
 from paceline.config import DataConfig
+from paceline.data.assistant_turn import Said
 from paceline.data.rows import RowRejected, read_row
+from paceline.data.served_turn import empty_thought
 from paceline.data.tokenize_rows import RowTokenizer
 from template_chats import CHATS
 from template_checker import Chat, Prepared, Verdict, judge
@@ -126,6 +128,23 @@ def test_supervised_text_is_what_the_target_writes(start: str, kind: str) -> Non
     found = prepared(tokenizer_of(name), CHATS[kind])
     decode = tokenizer_of(name).tokenizer.decode
     assert [decode(ids[a:b]) for ids, spans in found.samples for a, b in spans] == EXACT[start, kind]
+
+
+@pytest.mark.parametrize(
+    ("answer", "text", "length"),
+    [
+        ("<think>\n\n</think>\n\n**Bold**", "**Bold**", len("<think>\n\n</think>\n\n")),
+        ("</think>Hello", "Hello", len("</think>")),
+        ("◁why▷◁/why▷Hello", "Hello", len("◁why▷◁/why▷")),
+        ("<why></why><call>add", "", len("<why></why>")),
+        ("[why][/why][CALL]add", "", len("[why][/why]")),
+        ("<think></think>other", "Hello", 0),
+        ("Hello", "Hello", 0),
+    ],
+)
+def test_an_empty_thought_is_as_long_as_its_marks(answer: str, text: str, length: int) -> None:
+    calls = () if text else ({"function": {"name": "add", "arguments": {}}},)
+    assert empty_thought(Said("", text, calls), answer) == length
 
 
 def rows_of_table() -> Iterator[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -145,12 +145,16 @@ class Renderer:
                 forms.append(_with_thoughts_as(None, conversation.messages, said))
             if not forms or any(turn.inline for turn in said.values()):
                 forms.append(conversation.messages)
+        ways: list[list[Callable[[JsonDict], JsonDict]]] = [[]]
         if any(turn.calls for turn in said.values()):
-            forms += [[_with_argument_text(message) for message in messages] for messages in forms]
+            ways += [[_with_argument_text]]
         if "text" in self.source.keys:  # of templates that read images too, some want text as parts
-            forms += [[_in_parts(message) for message in messages] for messages in forms]
-        for messages in forms:
-            yield replace(conversation, messages=messages)
+            ways += [[*way, _in_parts] for way in ways]
+        for way in ways:
+            for messages in forms:
+                for change in way:
+                    messages = [change(message) for message in messages]
+                yield replace(conversation, messages=messages)
 
     def texts(
         self, conversation: Conversation, ends: Sequence[int], variables: Variables, *, generation: bool
