@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from paceline.checkpoint import run_directory
-from paceline.config import Settings, known_names, validate_settings
+from paceline.config import Settings, absolute_paths, known_names, validate_settings
 from paceline.errors import ConfigError, RunDirectoryError
 
 FACTS = {"drafter": {"block_size": 8}, "data_fingerprint": "abc"}
@@ -24,8 +24,17 @@ def settings(run_dir: Path, **sections: dict) -> Settings:
 def test_second_start_of_the_same_run_is_accepted(tmp_path: Path) -> None:
     run_directory.open_run(settings(tmp_path / "r"), FACTS)
     run_directory.open_run(settings(tmp_path / "r"), FACTS)
-    assert run_directory.read_run_settings(tmp_path / "r") == settings(tmp_path / "r")
+    assert run_directory.read_run_settings(tmp_path / "r") == absolute_paths(settings(tmp_path / "r"))
     assert run_directory.read_run_facts(tmp_path / "r")["versions"]["torch"]
+
+
+def test_a_path_that_is_written_otherwise_is_no_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run_directory.open_run(settings(Path("r"), drafter={"init": "old"}), FACTS)
+    run_directory.open_run(settings(Path("r"), drafter={"init": str(tmp_path / "old")}), FACTS)
+    assert run_directory.read_run_settings(Path("r")).drafter.init == str(tmp_path / "old")
+    with pytest.raises(RunDirectoryError, match=r"made with drafter\.init"):
+        run_directory.check_run(settings(Path("r"), drafter={"init": "other"}))
 
 
 def test_each_changed_setting_is_a_line_with_both_values(tmp_path: Path) -> None:
@@ -65,7 +74,7 @@ def test_where_things_lie_and_how_they_are_computed_may_change(tmp_path: Path) -
     run_directory.open_run(settings(tmp_path / "r"), FACTS)
     moved = {"target": {"path": "elsewhere"}, "data": {"store": "s", "train": ["x"]}, "drafter": {"head_chunk": 7}}
     run_directory.open_run(settings(tmp_path / "r", **moved), FACTS)
-    assert run_directory.read_run_settings(tmp_path / "r").target.path == "elsewhere"
+    assert run_directory.read_run_settings(tmp_path / "r").target.path == str(Path("elsewhere").absolute())
 
 
 def test_every_free_key_is_a_setting() -> None:

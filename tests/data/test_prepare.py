@@ -126,16 +126,18 @@ def test_files_and_folders_that_cannot_be_used_are_one_line_each(
     good = write_rows(CHATS)
     with pytest.raises(DataError) as error:
         run(
-            [str(tmp_path / name) for name in ("empty.jsonl", "missing.jsonl", "folder", "data.csv")],
+            [str(tmp_path / name) for name in ("empty.jsonl", "missing.jsonl", "blanks.jsonl", "folder", "data.csv")],
             tmp_path / "s",
             chatml,
         )
     assert [line.rsplit(": ", 1)[1].split(";")[0] for line in error.value.errors] == [
         "the file is empty",
-        "no such file",
+        f"no such file (looked at {tmp_path / 'missing.jsonl'})",
+        f"no such file (looked at {tmp_path / 'blanks.jsonl'})",
         "no .jsonl, .parquet or .arrow file in this folder",
         "unknown kind of file",
     ]
+    assert error.value.errors[2].endswith("; did you mean blank.jsonl?")
     for files, tokenizer, words in (
         ([], chatml, "data.train: no files given"),
         ([str(tmp_path / "blank.jsonl")], chatml, "the data files hold no rows"),

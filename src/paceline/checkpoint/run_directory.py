@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.atomic_files import write_text
-from paceline.config import Settings, dump_settings, load_settings
+from paceline.config import Settings, absolute_paths, dump_settings, load_settings
 from paceline.errors import ConfigError, RunDirectoryError
 from paceline.text import masked
 from paceline.types import differing_parts
@@ -171,8 +171,11 @@ def _open(run_dir: Path, settings: Settings, facts: Mapping[str, Any]) -> Path:
 
 
 def _write_settings(run_dir: Path, settings: Settings) -> None:
-    """The run's settings, for the next start; a file that holds a password or a key can be read by its owner only."""
-    text = dump_settings(settings)
+    """The run's settings, for the next start, with absolute paths.
+
+    A file that holds a password or a key can be read by its owner only.
+    """
+    text = dump_settings(absolute_paths(settings))
     write_text(run_dir / SETTINGS, text, private=masked(text) != text)
 
 
@@ -238,7 +241,7 @@ def versions() -> dict[str, str]:
 def _changed_settings(run_dir: Path, settings: Settings) -> Iterator[str]:
     """A line for each setting that may not change; the last also says which others changed, and which may."""
     before = dict(_flat(load_settings(run_dir / SETTINGS).model_dump(mode="json")))
-    after = dict(_flat(settings.model_dump(mode="json")))
+    after = dict(_flat(absolute_paths(settings).model_dump(mode="json")))
     changed = [name for name in after if name != "run_dir" and before.get(name) != after[name]]
     free = [name for name in changed if name.split(".")[0] in FREE_SECTIONS or name in FREE_KEYS]
     fixed = [name for name in changed if name not in free]

@@ -15,6 +15,7 @@ from paceline.config.load import (
     suggestion,
     validate_settings,
 )
+from paceline.config.paths import absolute_paths
 from paceline.config.schema import (
     CheckpointConfig,
     DataConfig,
@@ -42,6 +43,7 @@ __all__ = [
     "Settings",
     "TargetConfig",
     "TrainConfig",
+    "absolute_paths",
     "devices_of",
     "dump_settings",
     "hint_for",

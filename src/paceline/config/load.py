@@ -16,6 +16,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, PydanticUndefined
 
+from paceline.config.paths import place_paths
 from paceline.config.schema import Settings
 from paceline.errors import ConfigError
 from paceline.text import masked_values
@@ -43,7 +44,8 @@ def load_settings(path: str | Path | None, overrides: Mapping[str, str] | None =
     """Settings of a YAML file, overridden by dotted flags.
 
     Args:
-        path: YAML file, or None for flags alone.
+        path: YAML file, or None for flags alone. Paths in it are relative to its folder, those of flags to the working
+            directory.
         overrides: dotted name → text as typed (``{"optimizer.lr": "3e-4"}``), read as YAML values.
 
     Returns:
@@ -53,6 +55,8 @@ def load_settings(path: str | Path | None, overrides: Mapping[str, str] | None =
         ConfigError: one line per error: ``file:line: key = value: what is wrong; what to do``.
     """
     document, origins, errors = _read_document(path) if path is not None else ({}, {}, [])
+    if path is not None:
+        errors += place_paths(document, Path(path), origins)
     for name, text in (overrides or {}).items():
         errors += _apply_override(document, origins, name, text)
     if errors:
@@ -154,7 +158,10 @@ def _read_document(path: str | Path) -> tuple[dict[str, Any], dict[KeyPath, str]
         node = yaml.compose(text, Loader=yaml.SafeLoader)
         document = yaml.safe_load(text)
     except FileNotFoundError:
-        raise ConfigError(f"{file}: no such settings file; give the path of a YAML file") from None
+        there = sorted(path.name for path in file.parent.glob("*.y*ml"))
+        near = difflib.get_close_matches(file.name, there, n=1)
+        todo = f"did you mean {file.with_name(near[0])}?" if near else "give a YAML file or a run directory"
+        raise ConfigError(f"{file}: no such settings file (looked at {file.absolute()}); {todo}") from None
     except IsADirectoryError:
         raise ConfigError(f"{file}: a folder without a run; give a settings file or the directory of a run") from None
     except (OSError, UnicodeDecodeError) as error:

@@ -15,6 +15,7 @@ import re
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +115,10 @@ def _options(name: str) -> tuple[str, dict[str, Any]]:
 
 def _local_files(path: Path) -> list[DataFile]:
     if not path.exists():
-        raise DataError("no such file")
+        there = [file.name for file in path.parent.iterdir()] if path.parent.is_dir() else []
+        near = get_close_matches(path.name, there, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise DataError(f"no such file (looked at {path.absolute()}){hint}")
     if not path.is_dir():
         return [_data_file(str(path), path)]
     if (path / "dataset_dict.json").is_file():

@@ -47,7 +47,10 @@ def resolve_folder(path: str, *, weights: bool = True) -> Path:
             return place.parent
         raise TargetError(f"target.path = {path}: is a file; give the folder that holds config.json, or a .gguf file")
     if not HUB_NAME.match(path) or place.parent.is_dir():
-        raise TargetError(f"target.path = {path}: no such folder; give the folder of a Hugging Face causal LM")
+        raise TargetError(
+            f"target.path = {path}: no such folder (looked at {place.absolute()}); give the folder of a Hugging Face "
+            "causal LM"
+        )
     return _fetch(path, weights=weights)
 
 
@@ -60,7 +63,8 @@ def _fetch(name: str, *, weights: bool) -> Path:
         return Path(snapshot_download(name, allow_patterns=wanted))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError, ValueError) as error:
         raise TargetError(
-            f"target.path = {name}: no such folder, and it could not be fetched from the hub ({first_line(error)}); "
+            f"target.path = {name}: no folder {Path(name).absolute()}, and it could not be fetched from the hub "
+            f"({first_line(error)}); "
             "give an existing folder or a hub name that this machine can reach"
         ) from error
 
