@@ -10,7 +10,7 @@ import pytest
 
 from paceline.config import DataConfig
 from paceline.data.chat_template import Renderer
-from paceline.data.rows import Conversation, read_row
+from paceline.data.rows import Conversation, RowRejected, read_row
 from paceline.data.thinking import find_switches, read_source, switch_names
 from paceline.data.tokenize_rows import RowTokenizer
 from paceline.errors import DataError
@@ -162,3 +162,29 @@ def test_a_template_that_is_not_jinja_is_one_line(folder_of: Callable[[str], str
     with pytest.raises(DataError, match="line 2 of its chat template is broken") as error:
         Renderer(tokenizer)
     assert len(error.value.errors) == 1
+
+
+@pytest.mark.parametrize("name", CONSTRUCTS)
+def test_prompts_are_those_of_apply_chat_template(name: str, folder_of: Callable[[str], str]) -> None:
+    """The fast way to render gives what transformers' own gives, or its refusal."""
+    tokenizer = RowTokenizer(folder_of(name), False, DataConfig())
+    rendered = 0
+    for chat in CHATS.values():
+        row = read_row(chat.row)
+        assert isinstance(row, Conversation)
+        for generation in (False, True):
+            try:
+                (found,) = tokenizer.renderer.texts(row, [len(row.messages)], {}, generation=generation)
+            except RowRejected:
+                with pytest.raises(Exception, match="."):  # whatever the template raises
+                    render(tokenizer, row, generation)
+                continue
+            assert found == render(tokenizer, row, generation)
+            rendered += 1
+    assert rendered > 20 or name.startswith("vision")  # which reads lists of parts alone
+
+
+def render(tokenizer: RowTokenizer, row: Conversation, generation: bool) -> Any:
+    return tokenizer.tokenizer.apply_chat_template(
+        row.messages, tools=row.tools, add_generation_prompt=generation, tokenize=False
+    )

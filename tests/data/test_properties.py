@@ -84,4 +84,4 @@ def test_text_read_by_pieces_is_the_text_read_whole(
     assert encoder.encode(text) == tokenizer.encode(text, add_special_tokens=False)
     for place in range(len(parts)):
         before, after = "".join(parts[:place]), "".join(parts[place:])
-        assert encoder.continued(before, encoder.encode(before), after) == encoder.encode(text)
+        assert encoder.continued(before, after) == (encoder.encode(before), encoder.encode(text))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from paceline.data.rows import Conversation, RowRejected, read_row
+from paceline.data.rows import Conversation, ReadyTokens, RowRejected, read_row
 
 U = {"role": "user", "content": "Hi"}
 A = {"role": "assistant", "content": "Hello."}
@@ -137,3 +137,43 @@ def test_thoughts_that_are_empty_or_cannot_be_known() -> None:
 def test_token_ids_of_answers_are_kept_beside_the_turns() -> None:
     found = conversation(messages=[U, {**A, "token_ids": [4, 5]}, U, {**A, "token_ids": ["x"]}])
     assert found.messages == [U, A, U, A] and dict(found.token_ids) == {1: [4, 5]}
+
+
+@pytest.mark.parametrize(
+    ("row", "ids", "learned"),
+    [
+        ({"loss_mask": [0, 0, 1, 1]}, [7, 8, 9, 2], [2, 3]),
+        ({"labels": [-100, -100, 9, 2]}, [7, 8, 9, 2], [2, 3]),
+        ({"labels": [-100, 9, 2, -100]}, [7, 8, 9, 2], [2, 3]),  # shifted: the label of a place is the next token
+        ({"labels": [-100, -100, 9, 2], "attention_mask": [0, 1, 1, 1]}, [8, 9, 2], [1, 2]),
+        ({"labels": [-100, 8, 9, -100], "attention_mask": [1, 1, 1, 0]}, [7, 8, 9], [1, 2]),
+        ({"loss_mask": [0, 1, 1, 0], "attention_mask": None}, [7, 8, 9, 2], [1, 2]),
+    ],
+)
+def test_ready_tokens_with_a_mask_or_labels(row: dict[str, Any], ids: list[int], learned: list[int]) -> None:
+    found = read_row({"input_ids": [7, 8, 9, 2], **row})
+    assert isinstance(found, ReadyTokens) and list(found.ids) == ids
+    assert [place for place, flag in enumerate(found.loss_mask) if flag] == learned
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({}, "without loss_mask (0 and 1) or labels (-100 where not)"),
+        ({"labels": [-100, 9]}, "labels are not lists of one length"),
+        ({"labels": [-100, -100, 8, 2]}, "neither -100 nor the ids"),
+        ({"labels": [9, 2, -100, -100]}, "neither -100 nor the ids"),  # shifted by two
+        ({"labels": "abcd"}, "neither -100 nor the ids"),
+        ({"loss_mask": [0, 0, 2, 1]}, "loss_mask holds something other than 0 and 1"),
+        ({"loss_mask": [0, 0, 1, 1], "attention_mask": [1, 0, 1, 1]}, "zeros between its ones"),
+        (
+            {"loss_mask": [0, 0, 1, 1], "attention_mask": [1]},
+            "input_ids and attention_mask are not lists of one length",
+        ),
+        ({"input_ids": [7, True], "loss_mask": [0, 1]}, "not a token id"),
+        ({"input_ids": 7, "loss_mask": [1]}, "not a token id"),
+    ],
+)
+def test_ready_tokens_that_do_not_fit_are_refused(row: dict[str, Any], words: str) -> None:
+    reason, detail = rejected(**{"input_ids": [7, 8, 9, 2], **row})
+    assert reason == "bad_tokens" and words in detail

@@ -25,6 +25,7 @@ _GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _GIVEN = frozenset({"messages", "tools", "documents", "add_generation_prompt", "strftime_now", "raise_exception"})
 """Variables that every renderer hands to every template."""
 _CALL = {"type": "function", "id": "abcdefghi", "function": {"name": "f", "arguments": {"a": "b"}}}
+_REASONING = frozenset(REASONING_KEYS)
 _QUESTION: JsonDict = {"role": "user", "content": "question"}
 _ANSWER: JsonDict = {"role": "assistant", "content": "answer"}
 
@@ -154,7 +155,7 @@ class Renderer:
             for messages in forms:
                 for change in way:
                     messages = [change(message) for message in messages]
-                yield replace(conversation, messages=messages)
+                yield conversation if messages is conversation.messages else replace(conversation, messages=messages)
 
     def texts(
         self, conversation: Conversation, ends: Sequence[int], variables: Variables, *, generation: bool
@@ -244,18 +245,16 @@ class Renderer:
         from jinja2.exceptions import TemplateError
         from transformers.utils.chat_template_utils import render_jinja_template
 
+        template = self._tool_template if conversation.tools else self._template
         chats: list[list[JsonDict]] = [conversation.messages[:end] for end in ends]
+        named = {"tools": conversation.tools, "add_generation_prompt": generation, **self._special, **variables}
         try:
+            # A thought makes transformers fill in the other names under which templates read it.
+            if not spans and all(map(_REASONING.isdisjoint, conversation.messages)):
+                return [self._compiled[template](messages=chat, **named) for chat in chats], []
             # Typed as one string upstream; it is a list for a list of chats, and so are the spans.
             render: Any = render_jinja_template
-            return render(
-                conversations=chats,
-                tools=conversation.tools,
-                chat_template=self._tool_template if conversation.tools else self._template,
-                add_generation_prompt=generation,
-                return_assistant_tokens_mask=spans,
-                **{**self._special, **variables},
-            )
+            return render(conversations=chats, chat_template=template, return_assistant_tokens_mask=spans, **named)
         except (
             TemplateError,
             TypeError,
@@ -267,6 +266,28 @@ class Renderer:
         ) as error:
             lines = str(error).splitlines()
             raise RowRejected("template_refuses", lines[0] if lines else type(error).__name__) from error
+
+    @cached_property
+    def _compiled(self) -> dict[str, Callable[..., str]]:
+        return {template: _compiled(template) for template in (self._template, self._tool_template)}
+
+
+def _compiled(template: str) -> Callable[..., str]:
+    """A function that renders a template, variables → text.
+
+    It does what `render_jinja_template` does with plain JSON, without its copies of every chat and of all globals:
+    15 µs for a chat of 36 tokens, 45 µs with them.
+    """
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    compiled: Any = _compile_jinja_template(template)
+    names, environment = {**compiled.globals, "documents": None}, compiled.environment
+
+    def render(**variables: Any) -> str:
+        context = environment.context_class(environment, {**names, **variables}, compiled.name, compiled.blocks)
+        return "".join(compiled.root_render_func(context))
+
+    return render
 
 
 def _with_thoughts_as(key: str | None, messages: Sequence[JsonDict], said: Mapping[int, Said]) -> list[JsonDict]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import operator
 import re
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -41,7 +41,7 @@ class Encoder:
         self.special_ids = frozenset(index for index, token in added.items() if token.special)
         self._cutters = cutters
         longest_first = sorted(cutters, key=len, reverse=True)
-        self._cut = re.compile("|".join(map(re.escape, longest_first))) if cutters else None
+        self._cut = re.compile(f"({'|'.join(map(re.escape, longest_first))})") if cutters else None
         ends = [str(tokenizer.convert_ids_to_tokens(index)) for index in sorted(self.end_ids)]
         specials = [token.content for token in added.values() if token.special]
         self.end_pattern = re.compile("|".join(map(re.escape, ends))) if ends else None
@@ -66,14 +66,17 @@ class Encoder:
 
     def pieces(self, text: str, memory: dict[str, list[int]] | None = None) -> list[int]:
         """Ids of the text read piece by piece; `memory` keeps the pieces of one conversation."""
+        return self._read(self._split(text), {} if memory is None else memory)
+
+    def _split(self, text: str) -> list[str]:
+        """The text cut before each token that cuts."""
         assert self._cut is not None
-        memory = {} if memory is None else memory
-        starts = [0, *(match.start() for match in self._cut.finditer(text)), len(text)]
+        first, *rest = self._cut.split(text)
+        return [first, *map(operator.add, rest[::2], rest[1::2])]
+
+    def _read(self, pieces: Sequence[str], memory: dict[str, list[int]]) -> list[int]:
         ids: list[int] = []
-        for start, end in itertools.pairwise(starts):
-            piece = text[start:end]
-            if not piece:
-                continue
+        for piece in filter(None, pieces):
             found = self._remembered.get(piece) or memory.get(piece)
             if found is None:
                 found = self.whole(piece)
@@ -81,13 +84,16 @@ class Encoder:
             ids += found
         return ids
 
-    def continued(self, text: str, ids: list[int], more: str, memory: dict[str, list[int]] | None = None) -> list[int]:
-        """Ids of `text + more`, equal to `whole`; of `text`, read as `ids`, only the last piece is read again."""
-        if not self.by_pieces or self._cut is None:
-            return self.whole(text + more)
-        last = max((match.start() for match in self._cut.finditer(text)), default=0)
-        kept = len(ids) - len(self.pieces(text[last:], memory))
-        return ids[:kept] + self.pieces(text[last:] + more, memory)
+    def continued(
+        self, text: str, more: str, memory: dict[str, list[int]] | None = None
+    ) -> tuple[list[int], list[int]]:
+        """Ids of `text` and of `text + more`, each equal to `whole`; only the last piece of `text` is read twice."""
+        if not self.by_pieces:
+            return self.whole(text), self.whole(text + more)
+        memory = {} if memory is None else memory
+        *before, last = self._split(text)
+        ids = self._read(before, memory)
+        return ids + self._read([last], memory), ids + self._read(self._split(last + more), memory)
 
     def encode(self, text: str, memory: dict[str, list[int]] | None = None) -> list[int]:
         """Ids of the text, equal to `whole`."""

@@ -47,13 +47,15 @@ class Sample:
     @property
     def supervised(self) -> int:
         """Supervised tokens."""
-        return int((self.spans[1::2] - self.spans[::2]).sum())
+        # Of a few numbers Python's sums are faster than numpy's: 1 µs, not 4.
+        edges = self.spans.tolist()
+        return sum(edges[1::2]) - sum(edges[::2])
 
 
 def mask_of(spans: np.ndarray, length: int) -> np.ndarray:
     """Loss mask, bool [length], of flat (start, end) spans."""
-    mask = np.zeros(length, dtype=bool)
-    for start, end in spans.reshape(-1, 2):
+    mask, edges = np.zeros(length, dtype=bool), spans.tolist()
+    for start, end in zip(edges[::2], edges[1::2], strict=True):
         mask[start:end] = True
     return mask
 
@@ -221,13 +223,11 @@ def _tokenize(turn: ServedTurn, encoder: Encoder, memory: dict[str, list[int]], 
         encoder, memory: see `Encoder`.
         known: ids of the answer as the server returned them; used where they are those of the answer's text.
     """
-    turn.prompt_ids = encoder.encode(turn.prompt, memory)
+    turn.prompt_ids, ids = encoder.continued(turn.prompt, turn.answer, memory)
     border = len(turn.prompt_ids)
     written = known[:-1] if known and known[-1] in encoder.end_ids else known
     if written and encoder.decode(written) == turn.answer[: turn.end]:
         ids = [*turn.prompt_ids, *written, *encoder.encode(turn.answer[turn.end :], memory)]
-    else:
-        ids = encoder.continued(turn.prompt, turn.prompt_ids, turn.answer, memory)
     if ids[:border] != turn.prompt_ids:
         ids = turn.prompt_ids + encoder.encode(turn.answer, memory)
         turn.notes += ("merged_border",)

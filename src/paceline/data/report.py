@@ -154,7 +154,7 @@ class Tally:
         self.notes.setdefault(note, Count()).add(count)
 
     def measure(self, length: int, spans: np.ndarray, supervised: int) -> None:
-        """Add a sample to the caps."""
+        """Add a sample to the caps: its tokens, supervised spans (flat start and end) and supervised tokens."""
         self.caps[-1].max_length = max(self.caps[-1].max_length, length)
         for cap in self.caps:
             cap.add(length, spans, supervised)

@@ -1,6 +1,7 @@
 """What a row of a data file is, whatever its form: a conversation, plain text, or ready tokens.
 
-Forms: `messages` (OpenAI), `conversations` (ShareGPT), `prompt` and `response`, `text`, `input_ids` and `loss_mask`.
+Forms: `messages` (OpenAI), `conversations` (ShareGPT), `prompt` and `response`, `text`, `input_ids` and `loss_mask` or
+`labels`.
 """
 
 from __future__ import annotations
@@ -37,6 +38,10 @@ _LOSS_KEYS = ("weight", "loss", "train", "training")
 _FLAT_CALL_KEYS = ("name", "arguments", "parameters")
 _OWN_KEYS = (*_LOSS_KEYS, "token_ids")
 """Keys of a turn that say how it is learned; templates do not read them."""
+_PLAIN = {"role", "content"}
+"""Keys of most turns, which need no more reading."""
+NOT_LEARNED = -100
+"""The label of a token that is not learned, as in torch's cross entropy."""
 _CUT_REASONS = ("length", "max_tokens", "cut")
 
 
@@ -143,7 +148,7 @@ def _conversation(row: Mapping[str, Any], turns: Any, tags: tuple[str, ...], ans
             template.update(row[key])
     if isinstance(row.get("enable_thinking"), bool):
         template["enable_thinking"] = row["enable_thinking"]
-    row_id = row.get("id")
+    row_id, more = row.get("id"), [(place, message) for place, message in enumerate(raw) if message.keys() != _PLAIN]
     return Conversation(
         messages,
         _tools(row.get("tools")),
@@ -152,8 +157,8 @@ def _conversation(row: Mapping[str, Any], turns: Any, tags: tuple[str, ...], ans
         tags=tags,
         cut=row.get("finish_reason") in _CUT_REASONS or row.get("truncated") is True,
         row_id=None if row_id is None else str(row_id),
-        without_loss=frozenset(place for place, message in enumerate(raw) if _has_no_loss(message)),
-        token_ids={place: message["token_ids"] for place, message in enumerate(raw) if _has_token_ids(message)},
+        without_loss=frozenset(place for place, message in more if _has_no_loss(message)),
+        token_ids={place: message["token_ids"] for place, message in more if _has_token_ids(message)},
     )
 
 
@@ -181,6 +186,8 @@ def _with_system(system: Any, turns: list[Mapping[str, Any]]) -> list[Mapping[st
 
 def _turn(message: Mapping[str, Any], place: int) -> JsonDict:
     """A turn as templates read it, whatever its form in the row."""
+    if message.keys() == _PLAIN and type(message["content"]) is str and message["role"] != "function":
+        return dict(message)
     # A key that is null is a key that is not there: templates would write the word None.
     turn = {key: value for key, value in message.items() if value is not None and key not in _OWN_KEYS}
     if turn["role"] == "function":
@@ -324,16 +331,48 @@ def _check_turns(messages: list[JsonDict], must_answer: bool) -> None:
 
 
 def _ready(row: Mapping[str, Any], tags: tuple[str, ...]) -> ReadyTokens:
-    ids, mask = row["input_ids"], row.get("loss_mask")
-    if mask is None:
-        raise RowRejected("bad_tokens", "input_ids without loss_mask")
-    if not isinstance(ids, Sequence) or not isinstance(mask, Sequence) or len(ids) != len(mask):
-        raise RowRejected("bad_tokens", "input_ids and loss_mask are not lists of one length")
-    if any(type(item) is not int or item < 0 for item in ids):
+    ids = row["input_ids"]
+    if not isinstance(ids, Sequence) or any(type(item) is not int or item < 0 for item in ids):
         raise RowRejected("bad_tokens", "input_ids holds something that is not a token id")
-    if any(item not in (0, 1) for item in mask):
-        raise RowRejected("bad_tokens", "loss_mask holds something other than 0 and 1")
-    return ReadyTokens(ids, [bool(item) for item in mask], tags)
+    if row.get("loss_mask") is not None:
+        mask = _flags(row, "loss_mask", len(ids))
+    elif row.get("labels") is not None:
+        mask = _labeled(ids, row["labels"])
+    else:
+        raise RowRejected("bad_tokens", f"input_ids without loss_mask (0 and 1) or labels ({NOT_LEARNED} where not)")
+    if row.get("attention_mask") is not None:
+        kept = _without_padding(_flags(row, "attention_mask", len(ids)))
+        ids, mask = ids[kept], mask[kept]
+    return ReadyTokens(ids, mask, tags)
+
+
+def _flags(row: Mapping[str, Any], key: str, length: int) -> list[bool]:
+    flags = row[key]
+    if not isinstance(flags, Sequence) or len(flags) != length:
+        raise RowRejected("bad_tokens", f"input_ids and {key} are not lists of one length")
+    if any(item not in (0, 1) for item in flags):
+        raise RowRejected("bad_tokens", f"{key} holds something other than 0 and 1")
+    return [bool(item) for item in flags]
+
+
+def _labeled(ids: Sequence[int], labels: Any) -> list[bool]:
+    """Which tokens are learned: those whose label is their id, or whose label one place earlier is (shifted labels)."""
+    if not isinstance(labels, Sequence) or len(labels) != len(ids):
+        raise RowRejected("bad_tokens", "input_ids and labels are not lists of one length")
+    for shift in (0, 1):
+        moved = [NOT_LEARNED] * shift + list(labels[: len(labels) - shift])
+        if all(label in (NOT_LEARNED, item) for label, item in zip(moved, ids, strict=True)):
+            return [label != NOT_LEARNED for label in moved]
+    raise RowRejected("bad_tokens", f"labels are neither {NOT_LEARNED} nor the ids, at their own or the next place")
+
+
+def _without_padding(attended: Sequence[bool]) -> slice:
+    """The tokens that are not padding, which may be on either side."""
+    start = next((place for place, flag in enumerate(attended) if flag), 0)
+    kept = slice(start, start + sum(attended))
+    if not all(attended[kept]):
+        raise RowRejected("bad_tokens", "attention_mask has zeros between its ones; give a row for each document")
+    return kept
 
 
 def tags_of(row: Mapping[str, Any]) -> tuple[str, ...]:

@@ -112,6 +112,8 @@ def _texts(node: Any) -> set[str]:
 
 def mark_at_end(prompt: str) -> tuple[re.Match[str] | None, re.Match[str] | None]:
     """The mark with which a prompt opens a thought, or closes one; only its end is looked at."""
+    if not prompt.rstrip().endswith((">", "]")):
+        return None, None  # as most prompts: every mark ends so
     start = max(0, len(prompt) - _MARK_LENGTH)
     opened = OPENS_THOUGHT.search(prompt, start)
     return opened, None if opened else CLOSES_THOUGHT.search(prompt, start)
