@@ -168,7 +168,7 @@ def test_ready_tokens_with_a_mask_or_labels(row: dict[str, Any], ids: list[int],
         ({"loss_mask": [0, 0, 1, 1], "attention_mask": [1, 0, 1, 1]}, "zeros between its ones"),
         (
             {"loss_mask": [0, 0, 1, 1], "attention_mask": [1]},
-            "input_ids and attention_mask are not lists of one length",
+            "attention_mask are not lists of one length",
         ),
         ({"input_ids": [7, True], "loss_mask": [0, 1]}, "not a token id"),
         ({"input_ids": 7, "loss_mask": [1]}, "not a token id"),

@@ -151,5 +151,5 @@ def test_machines_with_other_settings_are_refused_early(make_run: MakeRun, tmp_p
     assert [machine.wait(120) for machine in machines] == [2, 2], [log.read_text() for log in logs]
     for log in logs:
         line = log.read_text().strip().splitlines()[-1]
-        assert line.startswith("error: machine 1: optimizer is ") and "lr=0.5" in line
+        assert line.startswith("error: machine 1: optimizer.lr is 0.5, machine 0 has 0.")
     assert not checkpoints.steps(run_dir_of(settings))

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.atomic_files import write_text
-from paceline.config import Settings, absolute_paths, dump_settings, load_settings
+from paceline.config import Settings, absolute_paths, dump_settings, load_settings, named_values
 from paceline.errors import ConfigError, RunDirectoryError
 from paceline.text import masked
 from paceline.types import differing_parts
@@ -240,8 +240,7 @@ def versions() -> dict[str, str]:
 
 def _changed_settings(run_dir: Path, settings: Settings) -> Iterator[str]:
     """A line for each setting that may not change; the last also says which others changed, and which may."""
-    before = dict(_flat(load_settings(run_dir / SETTINGS).model_dump(mode="json")))
-    after = dict(_flat(absolute_paths(settings).model_dump(mode="json")))
+    before, after = named_values(load_settings(run_dir / SETTINGS)), named_values(absolute_paths(settings))
     changed = [name for name in after if name != "run_dir" and before.get(name) != after[name]]
     free = [name for name in changed if name.split(".")[0] in FREE_SECTIONS or name in FREE_KEYS]
     fixed = [name for name in changed if name not in free]
@@ -262,11 +261,3 @@ def _changed_facts(run_dir: Path, facts: Mapping[str, Any]) -> Iterator[str]:
             )
         elif name not in ("versions", "target", "target_fingerprint") and before.get(name) != facts[name]:
             yield f"{run_dir}: its {name.replace('_', ' ')} is not today's; what it was made from has changed"
-
-
-def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, inner in value.items():
-        if isinstance(inner, Mapping):
-            yield from _flat(inner, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", inner

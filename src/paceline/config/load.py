@@ -91,6 +91,16 @@ def dump_settings(settings: Settings) -> str:
     return yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False, width=120)
 
 
+def named_values(settings: BaseModel | Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Every setting under its dotted name, as a plain value: what two runs or machines are compared by."""
+    values = settings.model_dump(mode="json") if isinstance(settings, BaseModel) else settings
+    named: dict[str, Any] = {}
+    for key, value in values.items():
+        inner = named_values(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+        named.update(inner)
+    return named
+
+
 def setting_rows(model: type[BaseModel] = Settings, prefix: KeyPath = ()) -> Iterator[tuple[str, str, str, str]]:
     """Every setting as (dotted name, type, default, sentence), for help texts and documentation."""
     for name, info in model.model_fields.items():

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from paceline.checkpoint import checkpoints, run_directory
-from paceline.config import Settings, devices_of
+from paceline.config import Settings, devices_of, named_values
 from paceline.data.coverage import check_mask_token
 from paceline.data.store import TokenStore, open_store
 from paceline.data.tokenizer import load_tokenizer, mask_token_id
@@ -131,12 +131,12 @@ def _facts_of_run(models: Models, source: TokenStore, plan: TrainingPlan) -> dic
 
 def _facts_of_machine(settings: Settings, models: Models, source: TokenStore, plan: TrainingPlan) -> dict[str, Any]:
     """What must be the same on all machines of a run."""
-    sections = ("seed", "plan", "drafter", "objective", "optimizer", "train")
+    sections = {"seed", "plan", "drafter", "objective", "optimizer", "train"}
     versions = {
         f"version of {name}": version for name, version in run_directory.versions().items() if name != "platform"
     }
     return {
-        **{name: getattr(settings, name) for name in sections},
+        **named_values(settings.model_dump(mode="json", include=sections)),
         "flow.drafter_devices (number)": len(settings.flow.drafter_devices),
         "target": models.facts.fingerprint,
         "drafter shape": models.spec.to_dict(),
