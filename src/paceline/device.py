@@ -98,9 +98,10 @@ def total_bytes(name: Name) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def free_bytes(name: Name) -> int:
-    """Memory of a card that nobody holds now."""
-    return torch.cuda.mem_get_info(main_device(name))[0]
+def allocated_bytes(name: Name) -> int:
+    """Bytes that this process's tensors take on the first card of a name; 0 on a CPU."""
+    device = main_device(name)
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" and torch.cuda.is_initialized() else 0
 
 
 def synchronize(name: Name) -> None:

@@ -42,7 +42,7 @@ def needed(project: Path, name: str, **flags: str) -> dict[str, int]:
     spec = derive_spec(settings.drafter, target, taps, None)
     budget = settings.plan.token_budget
     load = memory_budget.Load(budget, budget, settings.plan.draft_position_budget or 0)
-    drafter = memory_budget.drafter_bytes(target, spec, settings, load)
+    drafter = memory_budget.drafter_bytes(target, spec, settings, load, settings.drafter.positions_per_pass)
     of_target = memory_budget.target_bytes(int(weights), target, spec, settings, load)
     return memory_budget.by_device(settings, of_target, drafter, {})
 

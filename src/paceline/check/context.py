@@ -117,6 +117,7 @@ class CheckContext:
             device=settings.flow.drafter_devices[0],
             total_steps=steps,
             run_dir=self.folder,
+            most_tokens=max(batch.real_tokens for batch in self.batches),
         )(weights)
 
     def wait(self) -> None:

@@ -118,10 +118,10 @@ def memory(bench: Bench) -> CheckResult:
         made.accumulate(batch)
         made.step(PlannedStep(step, 0, step - 1, range(0), save=False))
     measured = peak_allocated_bytes(bench.device)
-    settings = bench.settings(bench.device, **{"drafter.positions_per_pass": "16384", "drafter.dtype": "bfloat16"})
+    settings = bench.settings(bench.device, **{"drafter.dtype": "bfloat16"})
     load = memory_budget.Load(int(lengths.sum()), int(lengths.sum()), batch.host.planned.draft_positions)
     facts = replace(bench.context("cpu").facts, hidden_size=spec.hidden_size, tied_head=True)
-    forecast = sum(memory_budget.drafter_bytes(facts, spec, settings, load).values())
+    forecast = sum(memory_budget.drafter_bytes(facts, spec, settings, load, 16384).values())
     error = measured / forecast - 1
     detail = f"measured {size(measured)}, forecast {size(forecast)} ({error:+.1%})"
     advice = "the forecast of `paceline check` is off on this card; attach the JSON to a report"

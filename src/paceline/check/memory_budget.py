@@ -42,21 +42,17 @@ def target_bytes(weights: int, facts: TargetFacts, spec: DrafterSpec, settings: 
 
 
 def drafter_bytes(
-    facts: TargetFacts, spec: DrafterSpec, settings: Settings, load: Load, room: int | None = None
+    facts: TargetFacts, spec: DrafterSpec, settings: Settings, load: Load, per_pass: int | None = None
 ) -> dict[str, int]:
     """Bytes of one drafter rank's device, by cause.
 
     Args:
         facts, spec, settings, load: of the run.
-        room: bytes of the device that the rank may use, which decide the draft positions computed at once where
-            `drafter.positions_per_pass` is unset; None: all of a micro-batch's.
+        per_pass: draft positions that are computed at once at most; None: all of a micro-batch's.
     """
     ranks, device = len(settings.flow.drafter_devices), settings.flow.drafter_devices[0]
     shape = memory.training_shape(settings, spec, facts.tied_head, ranks, device)
-    limit = settings.drafter.positions_per_pass
-    if limit is None and room is not None:
-        limit = memory.fitting_positions(shape, load.tokens, room)
-    return memory.drafter_bytes(shape, load.tokens, min(load.positions, limit or load.positions))
+    return memory.drafter_bytes(shape, load.tokens, min(load.positions, per_pass or load.positions))
 
 
 def evaluator_bytes(weights: int, spec: DrafterSpec, settings: Settings) -> dict[str, int]:

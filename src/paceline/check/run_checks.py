@@ -16,11 +16,10 @@ from paceline.check.sample_data import collated
 from paceline.config import devices_of
 from paceline.device import peak_allocated_bytes, peak_resident_bytes, total_bytes
 from paceline.drafter.learner import Learner
+from paceline.drafter.memory import CARD_SHARE
 from paceline.text import duration, size
 from paceline.types import FeatureBatch, PlannedStep
 
-ROOM = 0.9
-"""Share of a device's memory above which a run is close to the edge."""
 CLOSE = 1.1
 """A split that is slower than the best by no more than this factor is left alone."""
 TIMED = (25, 50, 75)
@@ -76,12 +75,14 @@ def check_memory(context: CheckContext) -> CheckResult:
         max(batch.draft_positions for batch in batches),
     )
     target = memory_budget.target_bytes(weights_bytes(context), context.facts, context.spec, settings, load)
-    drafter = memory_budget.drafter_bytes(context.facts, context.spec, settings, load)
+    context.__dict__.pop("learner", None)
+    learner = context.new_learner(max(2, len(places)))
+    per_pass = learner.settings.positions_per_pass
+    drafter = memory_budget.drafter_bytes(context.facts, context.spec, settings, load, per_pass)
     pool = memory_budget.pool_bytes(context.facts, context.spec, settings, load)
     evaluator = memory_budget.evaluator_bytes(weights_bytes(context), context.spec, settings)
     figures: dict[str, Any] = {"target": target, "drafter": drafter, "evaluator": evaluator, "pool": pool}
-    context.__dict__.pop("learner", None)
-    learner = context.new_learner(max(2, len(places)))
+    figures["positions_per_pass"] = per_pass
     try:
         for step, index in enumerate(places, start=1):
             train_once(context, learner, index, step)
@@ -102,14 +103,15 @@ def check_memory(context: CheckContext) -> CheckResult:
         )
         + f"; measured {', '.join(f'{where} {size(held)}' for where, held in measured.items())}"
         + f"; shared memory {size(pool)}"
+        + (f"; at most {per_pass:,} draft positions at once" if per_pass is not None else "")
     )
-    tight = [name for name, needed in planned.items() if needed > ROOM * total_bytes(name)]
+    tight = [name for name, needed in planned.items() if needed > CARD_SHARE * total_bytes(name)]
     free = memory_budget.shared_memory()
     if settings.flow.mode == "pipeline" and free is not None and pool > free:
         advice = f"shared memory has {size(free)} free; lower flow.pool_buffers or plan.token_budget, or give it more"
         return CheckResult("memory", "fail", detail, advice, figures)
     if tight:
-        advice = f"{', '.join(tight)}: above {ROOM:.0%}: target {_parts(target)}; drafter {_parts(drafter)}"
+        advice = f"{', '.join(tight)}: above {CARD_SHARE:.0%}: target {_parts(target)}; drafter {_parts(drafter)}"
         return CheckResult("memory", "warn", detail, advice, figures)
     return CheckResult("memory", "pass", detail, figures=figures)
 

@@ -85,7 +85,7 @@ class DrafterConfig(Section):
     head_chunk: int = Field(default=2048, ge=1)
     """Supervised slots whose logits exist at once."""
     positions_per_pass: int | None = Field(default=None, ge=1)
-    """Draft positions that the drafter computes at once at most; larger micro-batches are split by sample, with the same gradient. Unset: whole micro-batches."""  # noqa: E501
+    """Draft positions that the drafter computes at once at most; larger micro-batches are split by sample, with the same gradient. Unset: as many as the card's memory holds; whole micro-batches on a CPU."""  # noqa: E501
     recompute: bool = False
     """Whether each draft layer is computed again in the backward pass instead of keeping what it computed: far less memory, about a quarter more work."""  # noqa: E501
 

@@ -18,6 +18,8 @@ from paceline.drafter.spec import DrafterSpec
 FLOAT32 = 4
 WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of one number by the name of its type in the settings."""
+CARD_SHARE = 0.9
+"""Share of a card that a run may fill: the rest is for kernels' work space and fragments."""
 CONTEXT = 600 * 2**20
 """A process's CUDA context with its kernels and libraries: 534 MiB on an H100 (pytorch/pytorch issue 135279)."""
 

@@ -453,6 +453,11 @@ class RankInfo:
         """Whether some of the ranks are on other machines."""
         return self.folder is None
 
+    @property
+    def on_this_machine(self) -> int:
+        """Ranks of this machine."""
+        return self.size // self.node.count
+
     def join(self, device: str) -> Any:
         """Meet the other ranks; the torch.distributed group of all of them."""
         import torch.distributed as dist

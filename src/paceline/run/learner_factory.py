@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.checkpoint import checkpoints
-from paceline.config import DrafterConfig, ObjectiveConfig, OptimizerConfig, TargetConfig
+from paceline.config import DrafterConfig, ObjectiveConfig, OptimizerConfig, TargetConfig, devices_of
+from paceline.device import allocated_bytes, main_device, total_bytes
+from paceline.drafter.memory import CARD_SHARE, TrainingShape, fitting_positions
 from paceline.drafter.spec import DrafterSpec
 from paceline.pipeline.multinode import RankInfo
 from paceline.run.run import Run
@@ -28,6 +30,8 @@ class LearnerFactory:
         total_steps: optimizer steps of the run.
         run_dir, first_step: where the checkpoint is that the run continues from; step 0: it begins.
         group: where it finds the other ranks; None for a rank that is alone.
+        most_tokens: real tokens of the run's largest micro-batch.
+        beside: other processes that hold models on the device.
     """
 
     target: TargetConfig
@@ -41,6 +45,8 @@ class LearnerFactory:
     run_dir: Path
     first_step: int = 0
     group: RankInfo | None = None
+    most_tokens: int = 0
+    beside: int = 0
 
     def __call__(self, weights: SharedWeights | None = None) -> Learner:
         """The learner, with the state of the checkpoint that the run continues from.
@@ -59,7 +65,7 @@ class LearnerFactory:
             self.spec,
             embedding=weights.embedding,
             head=weights.head,
-            drafter=self.drafter,
+            drafter=self._in_passes(tied=weights.head.data_ptr() == weights.embedding.data_ptr()),
             objective=self.objective,
             optimizer=self.optimizer,
             total_steps=self.total_steps,
@@ -73,6 +79,26 @@ class LearnerFactory:
         else:
             self._begin(learner)
         return learner
+
+    def _in_passes(self, *, tied: bool) -> DrafterConfig:
+        """The drafter's settings with `positions_per_pass` as the card's memory allows, where it is unset.
+
+        It follows from the card's size and from what this process holds there already (inline: the target), never from
+        what is free at the moment, so a run that is resumed adds up the same passes.
+        """
+        if self.drafter.positions_per_pass is not None or not self.device.startswith("cuda"):
+            return self.drafter
+        shape = TrainingShape(
+            self.spec,
+            self.drafter,
+            self.objective,
+            self.optimizer,
+            features=self.target.dtype,
+            tied=tied,
+            ranks=self.group.on_this_machine if self.group else 1,
+        )
+        room = int(CARD_SHARE * total_bytes(self.device)) // (1 + self.beside) - allocated_bytes(self.device)
+        return self.drafter.model_copy(update={"positions_per_pass": fitting_positions(shape, self.most_tokens, room)})
 
     def _begin(self, learner: Learner) -> None:
         """Take on the checkpoint that the run continues from, or the drafter folder that it begins with."""
@@ -101,7 +127,10 @@ def learner_factory(run: Run, rank: int = 0, group: RankInfo | None = None) -> L
         rank: which of this machine's.
         group: where it finds the other ranks, where there are any.
     """
-    settings = run.settings
+    settings, flow = run.settings, run.settings.flow
+    device = flow.drafter_devices[rank]
+    others = [settings.evaluate.device, *(flow.target_devices if flow.mode == "pipeline" else [])]
+    beside = [name for entry in others if entry is not None for name in devices_of(entry)]
     return LearnerFactory(
         target=settings.target,
         drafter=settings.drafter,
@@ -109,9 +138,11 @@ def learner_factory(run: Run, rank: int = 0, group: RankInfo | None = None) -> L
         optimizer=settings.optimizer,
         seed=settings.seed,
         spec=run.spec,
-        device=settings.flow.drafter_devices[rank],
+        device=device,
         total_steps=len(run.steps),
         run_dir=run.run_dir,
         first_step=run.first_step,
         group=group,
+        most_tokens=run.plan.largest.real_tokens,
+        beside=sum(main_device(name) == main_device(device) for name in beside),
     )
