@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
 from paceline import atomic_files
-from paceline.atomic_files import replacing, write_text
+from paceline.atomic_files import open_itself, replacing, write_text
 
 
 def names(folder: Path) -> list[str]:
@@ -44,3 +45,22 @@ def test_content_is_on_the_disk_before_its_name(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(Path, "replace", lambda self, to: (events.append("rename"), replaced(self, to))[1])
     write_text(tmp_path / "a", "text")
     assert events == ["flush a.writing", "rename", f"flush {tmp_path.name}"]
+
+
+def test_a_link_that_somebody_put_there_is_not_followed(tmp_path: Path) -> None:
+    victim, path = tmp_path / "victim", tmp_path / "log"
+    victim.write_text("mine")
+    path.symlink_to(victim)
+    for flags in (os.O_WRONLY | os.O_CREAT | os.O_TRUNC, os.O_RDWR | os.O_APPEND):
+        with pytest.raises(OSError, match=f"it is a link to {victim}, remove the link"):
+            open_itself(path, flags)
+    assert victim.read_text() == "mine"
+    os.close(open_itself(victim, os.O_WRONLY))
+
+
+def test_a_link_that_leads_nowhere_is_not_written_through(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.symlink_to(tmp_path / "nowhere")
+    with pytest.raises(FileNotFoundError):
+        write_text(path, "new")
+    assert names(tmp_path) == ["a.json"]

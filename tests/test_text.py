@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 
-from paceline.text import duration, first_line, fixed, masked, masked_values, percent, short, shortened, size
+from paceline.text import absent, duration, first_line, fixed, masked, masked_values, percent, short, shortened, size
 
 
 @pytest.mark.parametrize(
@@ -53,3 +54,13 @@ def test_secrets_are_masked(text: str, shown: str) -> None:
 def test_fixed_and_shortened_texts():
     assert (fixed(2.5), fixed(2.123456, 3), fixed(math.nan), fixed(None)) == ("2.50", "2.123", "–", "–")
     assert (shortened("abcdef", 6), shortened("abcdefg", 6)) == ("abcdef", "abcde…")
+
+
+def test_a_link_that_leads_nowhere_says_so(tmp_path: Path) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "gone")
+    assert absent(link, "folder") == f"is a link to {tmp_path / 'gone'}, which does not exist"
+    assert absent(tmp_path / "other", "folder") == "no such folder"
+    with pytest.raises(FileNotFoundError) as caught:
+        link.read_bytes()
+    assert first_line(caught.value) == absent(link, "file")

@@ -6,6 +6,7 @@ before the name is, and the name is on the disk before the function returns.
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from collections.abc import Generator
@@ -23,9 +24,32 @@ def write_text(path: Path, text: str, *, private: bool = False) -> None:
         OSError: as the system says; the old file stays as it was.
     """
     with replacing(path) as aside:
-        if private:
-            aside.touch(mode=0o600)
-        aside.write_text(text, encoding="utf-8")
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+        with os.fdopen(open_itself(aside, flags, 0o600 if private else 0o666), "w", encoding="utf-8") as file:
+            file.write(text)
+
+
+def open_itself(path: Path, flags: int, mode: int = 0o666) -> int:
+    """Open a file for writing, but never the one that a link of this name points to.
+
+    In a folder that others may write, such as /tmp, anybody can put a link to a file of somebody else there.
+
+    Args:
+        path: the file.
+        flags, mode: as for `os.open`.
+
+    Returns:
+        A descriptor, which child processes do not get.
+
+    Raises:
+        OSError: it is a link, or as the system says.
+    """
+    try:
+        return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
+    except OSError as error:
+        if error.errno == errno.ELOOP and path.is_symlink():
+            raise OSError(errno.ELOOP, f"it is a link to {path.readlink()}, remove the link", str(path)) from None
+        raise
 
 
 @contextmanager
@@ -36,8 +60,10 @@ def replacing(path: Path) -> Generator[Path]:
     old folder in two renames; the old one is removed after that.
 
     Raises:
-        OSError: as the system says.
+        OSError: ``path`` is a link that leads nowhere, or as the system says.
     """
+    if path.is_symlink() and not path.exists():
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
     aside = path.with_name(path.name + ASIDE)
     remove(aside)
     try:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import math
+import os
 import re
+from pathlib import Path
 from typing import Any
 
 _PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
@@ -102,13 +105,26 @@ def size(num_bytes: float) -> str:
     return f"{value:.1f} {names[-1]}"
 
 
+def absent(path: str | os.PathLike[str], kind: str) -> str:
+    """Why nothing is there: ``no such file``, or where a link that leads nowhere points to.
+
+    Args:
+        path: where nothing is.
+        kind: what was looked for, ``file`` or ``folder``.
+    """
+    if Path(path).is_symlink():
+        return f"is a link to {Path(path).readlink()}, which does not exist"
+    return f"no such {kind}"
+
+
 def first_line(error: BaseException) -> str:
     """An exception in one line: what the system said where it knows, else the first line of its text, else its class.
 
     The next line is added where the first ends with a colon.
     """
     if isinstance(error, OSError) and error.strerror:
-        return error.strerror
+        named = error.errno == errno.ENOENT and isinstance(error.filename, str)
+        return absent(error.filename, "file") if named and Path(error.filename).is_symlink() else error.strerror
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return " ".join(lines[: 2 if lines[0].endswith(":") else 1]) if lines else type(error).__name__
 

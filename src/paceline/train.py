@@ -179,12 +179,14 @@ def _inline(
             observer.gauge("memory_peak/trainer_gpu_bytes", memory[1])
         yield report, StepTimes(timed.waits_s)
         writer.check()
+        saves.check()
         if saves.due(planned) or stopping:
             name, note = f"checkpoint of step {planned.step}", saves.announce(planned.step)
             timed("checkpoint", name, learner.save, writer, planned.step, note)
         if stopping:
             break
     writer.wait()
+    saves.check()
 
 
 @dataclass
@@ -247,7 +249,10 @@ def _pipeline(
                 stop_requested=stop,
                 nodes=run.nodes,
             )
-            yield from coordinator.run()
+            for report, times in coordinator.run():
+                yield report, times
+                saves.check()
+            saves.check()
             patience_s = 5.0
         except PacelineError:
             if drafters:
@@ -269,7 +274,6 @@ def _log_failure(run: Run, error: PacelineError, observer: AnyObserver) -> None:
     if notes:
         name = "failure.log" if run.nodes.first else f"failure-machine-{run.nodes.here.number}.log"
         try:
-            run.run_dir.mkdir(parents=True, exist_ok=True)
             (run.run_dir / name).write_text("\n".join([*error.errors, *notes]) + "\n", encoding="utf-8")
         except OSError as unwritten:
             observer.warn(f"{run.run_dir / name}: traceback not written ({unwritten.strerror})")

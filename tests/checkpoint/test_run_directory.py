@@ -191,3 +191,16 @@ def test_facts_that_follow_from_settings_are_not_errors(tmp_path: Path) -> None:
         run_directory.open_run(settings(tmp_path / "r"), {**FACTS, "total_steps": 60})
     with pytest.raises(RunDirectoryError, match="its data fingerprint is not today's"):
         run_directory.open_run(settings(tmp_path / "r", train={"max_steps": 60}), {"data_fingerprint": "x"})
+
+
+def test_a_link_that_leads_nowhere_is_said_to(tmp_path: Path) -> None:
+    (tmp_path / "run").symlink_to(tmp_path / "unmounted")
+    told = f"{tmp_path / 'run'}: is a link to {tmp_path / 'unmounted'}, which does not exist; make that folder"
+    for check in (
+        lambda: run_directory.check_writable(tmp_path / "run"),
+        lambda: run_directory.check_writable(tmp_path / "run" / "inner"),
+        lambda: run_directory.check_run(settings(tmp_path / "run")),
+    ):
+        with pytest.raises(RunDirectoryError) as caught:
+            check()
+        assert str(caught.value).startswith(told)

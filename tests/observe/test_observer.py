@@ -81,7 +81,7 @@ def resumed_after_a_kill(run_dir, *, checkpoint: int, per_epoch: int = 8):
 def test_a_kill_before_the_line_of_a_checkpoint_is_noted(tmp_path, checkpoint):
     values = resumed_after_a_kill(tmp_path, checkpoint=checkpoint)
     gap = f"no metrics of steps {checkpoint - 1}–{checkpoint}"
-    assert [event.fields["text"][: len(gap)] for event in events_of(tmp_path, "note")] == [gap]
+    assert [event.fields["text"][: len(gap)] for event in events_of(tmp_path, "warning")] == [gap]
     assert any(note.startswith(gap) for note in read_history(tmp_path).notes)
     for step, found in values.items():
         counted = (step - 1) % 8 + 1
@@ -103,7 +103,20 @@ def test_a_missing_metrics_file_is_a_gap_from_the_first_step(tmp_path):
     observer = open_quietly(tmp_path, first_step=4)
     observer.step(report_of(5, SAMPLES))
     observer.close()
-    assert events_of(tmp_path, "note")[0].fields["text"].startswith("no metrics of steps 1–4")
+    assert events_of(tmp_path, "warning")[0].fields["text"].startswith("no metrics of steps 1–4")
+
+
+def test_lines_that_were_cut_out_are_said_at_the_start(tmp_path):
+    observer = open_quietly(tmp_path)
+    for step in range(1, 7):
+        observer.step(report_of(step, SAMPLES))
+    observer.close()
+    path = tmp_path / "metrics.jsonl"
+    rows = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(row for row in rows if '"step":3,' not in row and '"step":4,' not in row))
+    open_quietly(tmp_path, first_step=6).close()
+    [warning] = events_of(tmp_path, "warning")
+    assert warning.fields["text"].startswith("no metrics of steps 3–4:")
 
 
 def test_coverage_starts_anew_with_each_epoch(tmp_path):

@@ -12,7 +12,7 @@ from paceline.atomic_files import ASIDE
 from paceline.checkpoint import checkpoints
 from paceline.checkpoint.retention import Best
 from paceline.config import CheckpointConfig
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, RunDirectoryError
 from paceline.run.checkpoint_policy import CheckpointPolicy, await_written, best_of
 from paceline.types import PlannedStep
 
@@ -23,6 +23,7 @@ class Known:
     def __init__(self) -> None:
         self.values: dict[str, tuple[int, float]] = {}
         self.events: list[int] = []
+        self.gone: str | None = None
 
     def event(self, kind: str, **fields: Any) -> None:
         assert kind == "checkpoint"
@@ -31,11 +32,14 @@ class Known:
     def newest(self, name: str) -> tuple[int, float] | None:
         return self.values.get(name)
 
+    def lost(self) -> str | None:
+        return self.gone
+
 
 def saving(known: Known, clock: list[float], first_step: int = 0, **config: Any) -> CheckpointPolicy:
     steps = [PlannedStep(s, 0, s - 1, range(2 * s - 2, 2 * s), save=s % 5 == 0) for s in range(1, 21)]
     settings = SimpleNamespace(checkpoint=CheckpointConfig(**config))
-    run: Any = SimpleNamespace(settings=settings, steps=steps, first_step=first_step)
+    run: Any = SimpleNamespace(settings=settings, steps=steps, first_step=first_step, run_dir=Path("nowhere"))
     return CheckpointPolicy(run, known, clock=lambda: clock[0])
 
 
@@ -116,3 +120,14 @@ def test_the_catalogue_says_which_values_are_better(name: str | None, best: Best
 def test_a_metric_that_cannot_be_better_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=rf"checkpoint.keep_best = '{name}': "):
         best_of(name)
+
+
+def test_a_lost_metrics_file_is_said_after_the_checkpoint() -> None:
+    known = Known()
+    saves = saving(known, [0.0])
+    saves.announce(5)
+    saves.check()
+    known.gone = "metrics.jsonl: was removed"
+    saves.announce(10)
+    with pytest.raises(RunDirectoryError, match=r"metrics.jsonl: was removed; the checkpoint of step 10 is kept"):
+        saves.check()

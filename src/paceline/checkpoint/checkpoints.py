@@ -34,8 +34,9 @@ from paceline.checkpoint.run_directory import (
     read_run_settings,
     versions,
 )
+from paceline.checkpoint.run_files import RunFiles
 from paceline.config import CheckpointConfig, settings_copy
-from paceline.errors import CheckpointError
+from paceline.errors import CheckpointError, PacelineError, RunDirectoryError
 from paceline.text import first_line, size
 from paceline.types import differing_parts
 
@@ -381,6 +382,7 @@ class CheckpointWriter:
         export: Callable[[int, Mapping[str, Any]], None] | None = None,
     ) -> None:
         self._run_dir, self._config, self._best = run_dir, config, best
+        self._files = RunFiles.of(run_dir)
         self._export = export
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
@@ -429,18 +431,39 @@ class CheckpointWriter:
         self.check()
 
     def _write(self, step: int, state: Mapping[str, Any], note: Mapping[str, Any]) -> None:
-        config = self._config
         try:
-            write_checkpoint(
-                self._run_dir,
-                step,
-                state,
-                keep_last=config.keep_last,
-                keep_every=config.keep_every,
-                keep_best=self._best,
-                note=note,
-            )
-            if self._export is not None:
-                self._export(step, state["network"])
+            if (lost := self._files.lost()) is not None:
+                raise self._rescued(lost, step, state, note)
+            try:
+                self._write_into(self._run_dir, step, state, note)
+                if self._export is not None:
+                    self._export(step, state["network"])
+            except PacelineError:
+                if (lost := self._files.lost()) is not None:  # while it was being written
+                    raise self._rescued(lost, step, state, note) from None
+                raise
         except Exception as error:  # noqa: BLE001 - raised by the next look
             self._error = error
+
+    def _write_into(self, run_dir: Path, step: int, state: Mapping[str, Any], note: Mapping[str, Any]) -> None:
+        config = self._config
+        write_checkpoint(
+            run_dir,
+            step,
+            state,
+            keep_last=config.keep_last,
+            keep_every=config.keep_every,
+            keep_best=self._best,
+            note=note,
+        )
+
+    def _rescued(self, lost: str, step: int, state: Mapping[str, Any], note: Mapping[str, Any]) -> RunDirectoryError:
+        """Write the state elsewhere; the error that says what happened and where the state is."""
+        try:
+            folder = self._files.rescue()
+            self._write_into(folder, step, state, note)
+        except CheckpointError as error:
+            return RunDirectoryError(f"{lost}, and {error}; the state of step {step} is lost")
+        return RunDirectoryError(
+            f"{lost}; the state of step {step} is in {folder}, resume with: paceline train {folder}"
+        )

@@ -19,7 +19,7 @@ from typing import Any
 from paceline.atomic_files import write_text
 from paceline.config import Settings, absolute_paths, dump_settings, load_settings, named_values
 from paceline.errors import ConfigError, RunDirectoryError
-from paceline.text import masked
+from paceline.text import absent, masked
 from paceline.types import differing_parts
 from paceline.version import __version__
 
@@ -123,6 +123,8 @@ def check_run(settings: Settings, facts: Mapping[str, Any] | None = None) -> Non
         if errors:
             raise RunDirectoryError(*errors)
         return
+    if run_dir.is_symlink() and not run_dir.exists():
+        raise _dangling(run_dir)
     if run_dir.exists() and not run_dir.is_dir():
         raise RunDirectoryError(f"{run_dir}: is a file; give run_dir another name")
     names = sorted(path.name for path in run_dir.iterdir()) if run_dir.is_dir() else []
@@ -141,6 +143,8 @@ def check_writable(run_dir: Path) -> None:
     """
     place = run_dir
     while not place.exists() and place != place.parent:
+        if place.is_symlink():
+            raise _dangling(place)
         place = place.parent
     if not place.is_dir():
         raise RunDirectoryError(f"{place}: is a file; give run_dir another name")
@@ -151,6 +155,10 @@ def check_writable(run_dir: Path) -> None:
             os.fsync(file.fileno())
     except OSError as error:
         raise _unwritable(run_dir, error) from error
+
+
+def _dangling(path: Path) -> RunDirectoryError:
+    return RunDirectoryError(f"{path}: {absent(path, 'folder')}; make that folder, or give another run_dir")
 
 
 def _unwritable(run_dir: Path, error: OSError) -> RunDirectoryError:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import filelock
 
+from paceline.atomic_files import open_itself
 from paceline.errors import RunDirectoryError
 from paceline.text import first_line
 
@@ -55,8 +56,9 @@ def hold_run(run_dir: Path) -> Generator[None]:
 
 
 def _acquired(path: Path, run_dir: Path) -> filelock.BaseFileLock:
-    lock = filelock.FileLock(path, thread_local=False, fallback_to_soft=False)
     path.parent.mkdir(parents=True, exist_ok=True)
+    os.close(open_itself(path, os.O_WRONLY | os.O_CREAT, 0o644))
+    lock = filelock.FileLock(path, thread_local=False, fallback_to_soft=False)
     try:
         lock.acquire(blocking=False)
     except filelock.Timeout:
@@ -68,7 +70,8 @@ def _acquired(path: Path, run_dir: Path) -> filelock.BaseFileLock:
         if error.errno not in WITHOUT_LOCKS:
             raise
         return lock
-    path.write_text(f"{os.getpid()}\n", encoding="ascii")
+    with os.fdopen(open_itself(path, os.O_WRONLY | os.O_TRUNC), "w", encoding="ascii") as file:
+        file.write(f"{os.getpid()}\n")
     return lock
 
 

@@ -18,7 +18,7 @@ from rich.markup import escape
 from paceline.config import Settings, hint_for, known_names, load_settings, setting_rows
 from paceline.errors import ConfigError, PacelineError
 from paceline.terminal import PlainConsole
-from paceline.text import masked
+from paceline.text import first_line, masked
 
 Arguments = TypeVar("Arguments")
 
@@ -143,7 +143,7 @@ def guarded(command: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int
         return 1
     except OSError as error:
         # Disks, permissions, networks: errors of the place, not of the code.
-        where, what = error.filename or "input or output", error.strerror or error
+        where, what = error.filename or "input or output", first_line(error)
         show_error(f"{where}: {what}; fix that, then run the command again")
         return 1
 

@@ -19,7 +19,7 @@ from pydantic_core import ErrorDetails, PydanticUndefined
 from paceline.config.paths import place_paths
 from paceline.config.schema import Settings
 from paceline.errors import ConfigError
-from paceline.text import masked_values
+from paceline.text import absent, masked_values
 
 KeyPath = tuple[str, ...]
 """Keys from the root of the settings down to one value; list positions are written as their number."""
@@ -171,7 +171,7 @@ def _read_document(path: str | Path) -> tuple[dict[str, Any], dict[KeyPath, str]
         there = sorted(path.name for path in file.parent.glob("*.y*ml"))
         near = difflib.get_close_matches(file.name, there, n=1)
         todo = f"did you mean {file.with_name(near[0])}?" if near else "give a YAML file or a run directory"
-        raise ConfigError(f"{file}: no such settings file (looked at {file.absolute()}); {todo}") from None
+        raise ConfigError(f"{file}: {absent(file, 'settings file')} (looked at {file.absolute()}); {todo}") from None
     except IsADirectoryError:
         raise ConfigError(f"{file}: a folder without a run; give a settings file or the directory of a run") from None
     except (OSError, UnicodeDecodeError) as error:

@@ -24,7 +24,7 @@ import msgspec
 
 from paceline import atomic_files
 from paceline.errors import DataError
-from paceline.text import first_line
+from paceline.text import absent, first_line
 
 _KINDS = {
     ".jsonl": "jsonl",
@@ -118,7 +118,7 @@ def _local_files(path: Path) -> list[DataFile]:
         there = [file.name for file in path.parent.iterdir()] if path.parent.is_dir() else []
         near = get_close_matches(path.name, there, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
-        raise DataError(f"no such file (looked at {path.absolute()}){hint}")
+        raise DataError(f"{absent(path, 'file')} (looked at {path.absolute()}){hint}")
     if not path.is_dir():
         return [_data_file(str(path), path)]
     if (path / "dataset_dict.json").is_file():

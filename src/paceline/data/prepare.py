@@ -43,7 +43,7 @@ from paceline.data.tokenize_rows import (
 )
 from paceline.data.tokenizer import fingerprint_template, fingerprint_tokenizer, load_tokenizer
 from paceline.errors import DataError, PacelineError
-from paceline.text import first_line
+from paceline.text import absent, first_line
 from paceline.types import JsonDict, differing_parts
 
 if TYPE_CHECKING:
@@ -186,6 +186,8 @@ def _differences(theirs: JsonDict, ours: JsonDict) -> list[str]:
 
 def _found_store(store: Path, fingerprint: str, ingredients: JsonDict, *, replace: bool) -> PrepareReport | None:
     """The report of a store that is already there, or None where there is nothing (or something to be replaced)."""
+    if store.is_symlink() and not store.exists():
+        raise DataError(f"{store}: {absent(store, 'store')}; make that folder, or give another data.store")
     if not store.exists() or (store.is_dir() and not any(store.iterdir())):
         return None
     if not (store / MANIFEST).exists():

@@ -27,7 +27,7 @@ from paceline import atomic_files
 from paceline.data.readers import RowSource
 from paceline.data.report import PrepareReport
 from paceline.errors import DataError
-from paceline.text import first_line
+from paceline.text import absent, first_line
 from paceline.types import JsonDict
 
 FORMAT = 1
@@ -277,6 +277,8 @@ def read_manifest(folder: Path) -> Manifest:
             raise DataError(f"{file}: store format {found}, this paceline reads {FORMAT}; prepare the data again")
         return msgspec.convert(values, Manifest)
     except FileNotFoundError:
+        if folder.is_symlink() and not folder.exists():
+            raise DataError(f"{folder}: {absent(folder, 'store')}; make that folder, or remove the link") from None
         raise DataError(f"{folder}: no tokenized store here; run `paceline prepare` first") from None
     except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise _broken(file, first_line(error)) from error

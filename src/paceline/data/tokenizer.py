@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.errors import DataError
 from paceline.stop_tokens import stop_token_ids
+from paceline.text import absent
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -38,7 +39,7 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedToke
     if folder.suffix == ".gguf" and folder.is_file():
         options["gguf_file"], place = folder.name, str(folder.parent)
     elif not folder.is_dir() and (folder.is_absolute() or path.startswith((".", "~")) or path.count("/") > 1):
-        raise DataError(f"{path}: no such folder; give the target's folder or its hub name")
+        raise DataError(f"{path}: {absent(folder, 'folder')}; give the target's folder or its hub name")
     else:
         place = path
     from transformers import AutoTokenizer

@@ -16,6 +16,7 @@ from paceline.data.tags import conversation_tags
 from paceline.data.tokenizer import load_tokenizer
 from paceline.errors import DataError
 from paceline.evaluate.benchmarks import Question, read_questions, set_of
+from paceline.text import absent
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +176,7 @@ def with_later_turns(
 
 def _check_files(names: Sequence[str], sets: Sequence[tuple[str, str]]) -> None:
     """Refuse files that are not there, all at once."""
-    errors = [f"prompts: {name}:{path}: no such file" for name, path in sets if not Path(path).exists()]
+    errors = [f"prompts: {name}:{path}: {absent(path, 'file')}" for name, path in sets if not Path(path).exists()]
     try:
         if names or not sets:
             find_files(names, "prompts")

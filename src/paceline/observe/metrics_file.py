@@ -21,11 +21,14 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from paceline.atomic_files import open_itself
 from paceline.errors import RunDirectoryError
-from paceline.text import readable
+from paceline.text import first_line, readable
 
 METRICS_FILE = "metrics.jsonl"
 FORMAT = 1
+MAX_GAPS = 5
+"""Gaps in the steps that are named one by one."""
 
 
 class HeaderLine(msgspec.Struct, frozen=True, tag_field="kind", tag="header"):
@@ -68,6 +71,7 @@ class _Place(msgspec.Struct):
 
     step: int
     kind: str
+    steps: int = 1
 
 
 def gap_text(first: int, last: int) -> str:
@@ -124,9 +128,9 @@ class MetricsFile:
     def __init__(self, path: Path, first_step: int) -> None:
         self.path = path
         try:
-            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+            self._descriptor = open_itself(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
             with path.open("rb") as stream:
-                keep, last = _length_to_keep(stream.read(), first_step, path)
+                keep, last, self.gaps = _length_to_keep(stream.read(), first_step, path)
             os.ftruncate(self._descriptor, keep)
         except RunDirectoryError:
             raise
@@ -134,6 +138,16 @@ class MetricsFile:
             raise _unwritable(path, error) from error
         self.last_step_line = last
         """The newest step line that was kept, if any."""
+
+    def lost(self) -> str | None:
+        """What somebody has done to the file since it was opened; None where its name still leads to it."""
+        try:
+            there = self.path.stat()
+        except OSError as error:
+            return f"{self.path}: was removed while the run wrote it ({error.strerror})"
+        if not os.path.samestat(there, os.fstat(self._descriptor)):
+            return f"{self.path}: was replaced by another file while the run wrote it"
+        return None
 
     def append(self, line: Line) -> None:
         """Write one line through to the operating system.
@@ -176,7 +190,7 @@ def read_lines(path: Path) -> tuple[list[Line], list[str]]:
     try:
         raw = path.read_bytes()
     except OSError as error:
-        raise RunDirectoryError(f"{path}: cannot be read ({error.strerror}); give the directory of a run") from error
+        raise RunDirectoryError(f"{path}: cannot be read ({first_line(error)}); give the directory of a run") from error
     rows = raw.split(b"\n")
     tail = rows.pop()
     lines: list[Line] = []
@@ -214,7 +228,7 @@ def newest_lines(path: Path, num_bytes: int = 2**20) -> list[Line]:
             rows = [raw[header : raw.find(b"\n", header)]] if header >= 0 else []
             rows += raw[raw.find(b"\n", start) + 1 if start else 0 :].split(b"\n")[:-1]
     except OSError as error:
-        raise RunDirectoryError(f"{path}: cannot be read ({error.strerror}); give the directory of a run") from error
+        raise RunDirectoryError(f"{path}: cannot be read ({first_line(error)}); give the directory of a run") from error
     lines: list[Line] = []
     for row in rows:
         with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
@@ -226,9 +240,18 @@ _OPENING = b'{"kind":'
 """How every line begins; a half-written one may be cut off anywhere, in here too."""
 
 
-def _length_to_keep(raw: bytes, first_step: int, path: Path) -> tuple[int, StepLine | None]:
-    """Bytes up to the first line after ``first_step`` or up to a half-written last line; the last step line kept."""
-    keep = 0
+Gap = tuple[int, int]
+"""First and last of some steps that no line covers."""
+
+
+def _length_to_keep(raw: bytes, first_step: int, path: Path) -> tuple[int, StepLine | None, list[Gap]]:
+    """Bytes up to the first line after ``first_step`` or up to a half-written last line; the last step line kept.
+
+    Also the gaps before it that no start has noted: where lines were cut out of the file. One that a start found is
+    followed by the header of that start.
+    """
+    keep = covered = 0
+    gaps: list[Gap] = []
     newest: tuple[int, int] | None = None
     while (end := raw.find(b"\n", keep)) >= 0:
         try:
@@ -239,6 +262,10 @@ def _length_to_keep(raw: bytes, first_step: int, path: Path) -> tuple[int, StepL
             break
         if place.kind == "step":
             newest = (keep, end)
+            if place.step - place.steps > covered:
+                gaps.append((covered + 1, place.step - place.steps))
+        if place.kind != "event":
+            covered = place.step
         keep = end + 1
     tail = raw[keep:]
     if tail and b"\n" not in tail and not (tail.startswith(_OPENING) or _OPENING.startswith(tail)):
@@ -246,9 +273,9 @@ def _length_to_keep(raw: bytes, first_step: int, path: Path) -> tuple[int, StepL
             f"{path}: its end is not a metric line, cut or whole; move the file away or give another run directory"
         )
     if newest is None:
-        return keep, None
+        return keep, None, gaps
     try:
-        return keep, _STEP.decode(raw[slice(*newest)])
+        return keep, _STEP.decode(raw[slice(*newest)]), gaps
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise _no_line(path, raw, newest[0], error) from error
 
@@ -261,4 +288,6 @@ def _no_line(path: Path, raw: bytes, start: int, error: Exception) -> RunDirecto
 
 
 def _unwritable(path: Path, error: OSError) -> RunDirectoryError:
-    return RunDirectoryError(f"{path}: cannot be written ({error.strerror}); free space or repair it, then run again")
+    return RunDirectoryError(
+        f"{path}: cannot be written ({first_line(error)}); free space or repair it, then run again"
+    )

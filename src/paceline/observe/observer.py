@@ -18,7 +18,16 @@ from paceline.observe.alerts import Alerts
 from paceline.observe.console import View, open_view
 from paceline.observe.diagnosis.diagnose import LiveDiagnosis
 from paceline.observe.diagnosis.optimizer import SpikeWatch
-from paceline.observe.metrics_file import FORMAT, METRICS_FILE, EventLine, HeaderLine, MetricsFile, StepLine, gap_text
+from paceline.observe.metrics_file import (
+    FORMAT,
+    MAX_GAPS,
+    METRICS_FILE,
+    EventLine,
+    HeaderLine,
+    MetricsFile,
+    StepLine,
+    gap_text,
+)
 from paceline.observe.trace import TRACE_FILE, TraceFile
 from paceline.observe.trackers import TrackerContext, wanted
 from paceline.observe.trackers.tracker_process import Tracker
@@ -128,8 +137,9 @@ class Observer:
                 self._epoch, self._epoch_samples = before.epoch, before.values.get("progress/epoch_samples")
         self._file.append(HeaderLine(self._step, time.time(), FORMAT, self._total_steps, self._header))
         self._view = open_view(settings, self._console, total_steps=self._total_steps, first_step=self._step)
-        if self._gap:
-            self.note(gap_text(written + 1, self._step))
+        gaps = [*self._file.gaps, *([(written + 1, self._step)] if self._gap else [])]
+        for first, last in gaps[:MAX_GAPS]:
+            self.warn(gap_text(first, last))
 
     def step(self, report: StepReport) -> None:
         """Take in one optimizer step.
@@ -187,6 +197,10 @@ class Observer:
     def newest(self, name: str) -> tuple[int, float] | None:
         """Step and value of a metric where this start has written it last; None where it has not."""
         return self._newest.get(name)
+
+    def lost(self) -> str | None:
+        """What somebody has done to metrics.jsonl while this run writes it; None where it is as it must be."""
+        return self._file.lost() if self._file is not None else None
 
     def note(self, text: str) -> None:
         """Show something to the user, and write it down."""

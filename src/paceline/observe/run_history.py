@@ -15,6 +15,7 @@ from paceline.errors import MetricError, RunDirectoryError
 from paceline.observe.catalogue import find, number_of
 from paceline.observe.metrics_file import (
     FORMAT,
+    MAX_GAPS,
     METRICS_FILE,
     EventLine,
     HeaderLine,
@@ -23,10 +24,8 @@ from paceline.observe.metrics_file import (
     gap_text,
     read_lines,
 )
-from paceline.text import first_line
+from paceline.text import absent, first_line
 
-MAX_GAPS = 5
-"""Gaps in the steps that are named one by one."""
 TAG_LOSS = "loss/tag_"
 
 
@@ -141,7 +140,7 @@ def read_history(run_dir: Path) -> History:
         RunDirectoryError: no such directory, or nothing of a run in it.
     """
     if not run_dir.is_dir():
-        what = "is a file" if run_dir.exists() else "does not exist"
+        what = "is a file" if run_dir.exists() else absent(run_dir, "folder")
         raise RunDirectoryError(f"{run_dir}: {what}; give the directory of a run")
     present = [name for name in (METRICS_FILE, "settings.yaml", "run.json") if (run_dir / name).is_file()]
     if not present:

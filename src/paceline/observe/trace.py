@@ -12,6 +12,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from paceline.atomic_files import open_itself
 from paceline.errors import RunDirectoryError
 from paceline.types import StepReport
 
@@ -33,7 +34,7 @@ class TraceFile:
         self._rows: dict[tuple[str, str], tuple[int, int]] = {}
         self._processes: dict[str, int] = {}
         try:
-            self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+            self._descriptor = open_itself(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         except OSError as error:
             raise RunDirectoryError(
                 f"{path}: cannot be written ({error.strerror}); switch observe.trace off"

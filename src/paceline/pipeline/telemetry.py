@@ -70,6 +70,10 @@ class RemoteObserver:
         """No metric is known here."""
         return None
 
+    def lost(self) -> str | None:
+        """Nothing is written here."""
+        return None
+
     def close(self, status: str) -> None:
         """Nothing is open."""
 

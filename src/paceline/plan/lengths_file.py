@@ -14,6 +14,7 @@ import numpy as np
 from paceline.config.schema import MAX_COUNT
 from paceline.errors import PlanError
 from paceline.plan.entries import Groups, checked_counts, checked_eligible, groups_of_labels
+from paceline.text import absent
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -58,7 +59,7 @@ def read_lengths(path: Path, column: str | None = None, group: str | None = None
     """
     kind = path.suffix.lower()
     if not path.exists():
-        raise PlanError(f"{path}: no such file; give a store, a run's YAML, or a file of lengths")
+        raise PlanError(f"{path}: {absent(path, 'file')}; give a store, a run's YAML, or a file of lengths")
     if (column or group) and not path.is_dir() and kind not in (".npz", ".jsonl", ".ndjson", ".parquet", ".arrow"):
         raise PlanError(f"{path}: a {kind or 'text'} file has no columns; leave --column and --group out")
     try:

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 from paceline.checkpoint import checkpoints
 from paceline.checkpoint.checkpoints import DECODED, CheckpointWriter, export_path
 from paceline.checkpoint.retention import DECODE, VALIDATION, Best
+from paceline.checkpoint.run_files import RunFiles
 from paceline.config import Settings
 from paceline.drafter.spec import DrafterSpec
-from paceline.errors import ConfigError, ExportError, MetricError
+from paceline.errors import ConfigError, ExportError, MetricError, RunDirectoryError
 from paceline.observe.catalogue import find
 from paceline.types import TargetFacts
 
@@ -40,6 +41,10 @@ class Metrics(Protocol):
         """Step and value of a metric where it was written down last."""
         ...
 
+    def lost(self) -> str | None:
+        """What somebody has done to the file of the metrics; None where it is as it must be."""
+        ...
+
 
 class CheckpointPolicy:
     """Says when the state is written and what is noted with it; one a run, in the parent.
@@ -53,6 +58,8 @@ class CheckpointPolicy:
     def __init__(self, run: Run, metrics: Metrics, clock: Callable[[], float] = time.monotonic) -> None:
         self._run, self._metrics, self._clock = run, metrics, clock
         self._since, self._last, self._note = clock(), run.first_step, {}
+        self._files = RunFiles.of(run.run_dir)
+        self._lost: str | None = None
 
     def due(self, planned: PlannedStep) -> bool:
         """Where the plan says so, and when `checkpoint.every_minutes` have gone by."""
@@ -68,6 +75,7 @@ class CheckpointPolicy:
         if step == self._last:
             return self._note
         self._metrics.event("checkpoint", step=step)
+        self._lost = self._metrics.lost()
         steps, name = self._run.steps, self._run.settings.checkpoint.keep_best
         found = self._metrics.newest(name) if name is not None and not name.startswith(DECODE) else None
         self._note = {
@@ -78,6 +86,17 @@ class CheckpointPolicy:
         }
         self._since, self._last = self._clock(), step
         return self._note
+
+    def check(self) -> None:
+        """Called when the checkpoint that was announced has been handed over for writing.
+
+        Raises:
+            RunDirectoryError: the file of the metrics is not the one that the run writes.
+        """
+        if self._lost is not None and self._files.lost() is None:  # else the writer says so
+            raise RunDirectoryError(
+                f"{self._lost}; the checkpoint of step {self._last} is kept, run the same command to resume"
+            )
 
 
 @dataclass(frozen=True)

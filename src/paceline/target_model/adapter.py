@@ -10,7 +10,7 @@ from typing import Any
 
 from paceline.errors import TargetError
 from paceline.target_model.files import hash_files
-from paceline.text import first_line
+from paceline.text import absent, first_line
 
 CONFIG, WEIGHTS = "adapter_config.json", ("adapter_model.safetensors", "adapter_model.bin")
 
@@ -24,7 +24,7 @@ def adapter_files(adapter: str) -> tuple[Path, Path]:
     folder = Path(adapter).expanduser()
     weights = next((folder / name for name in WEIGHTS if (folder / name).is_file()), None)
     if not folder.is_dir() or not (folder / CONFIG).is_file() or weights is None:
-        what = "no such folder" if not folder.is_dir() else f"holds no {CONFIG} with {WEIGHTS[0]}"
+        what = absent(folder, "folder") if not folder.is_dir() else f"holds no {CONFIG} with {WEIGHTS[0]}"
         raise TargetError(f"target.adapter = {adapter}: {what}; give the folder that PEFT saved a LoRA adapter to")
     return folder / CONFIG, weights
 

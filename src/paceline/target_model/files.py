@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import TargetError
-from paceline.text import first_line
+from paceline.text import absent, first_line
 
 HUB_NAME = re.compile(r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*$")
 """What may be a name on the hub rather than a path."""
@@ -48,8 +48,8 @@ def resolve_folder(path: str, *, weights: bool = True) -> Path:
         raise TargetError(f"target.path = {path}: is a file; give the folder that holds config.json, or a .gguf file")
     if not HUB_NAME.match(path) or place.parent.is_dir():
         raise TargetError(
-            f"target.path = {path}: no such folder (looked at {place.absolute()}); give the folder of a Hugging Face "
-            "causal LM"
+            f"target.path = {path}: {absent(place, 'folder')} (looked at {place.absolute()}); give the folder of a "
+            "Hugging Face causal LM"
         )
     return _fetch(path, weights=weights)
 
