@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,8 @@ import pytest
 import torch
 
 from paceline import device
+from paceline.pipeline.messages import Ready
+from paceline.pipeline.process import Stage, WorkerProcess
 
 WITHOUT_A_CARD = {"is_available", "is_initialized", "device_count", "Event", "cudart", "get_sync_debug_mode"}
 """What may be called without a device: it touches none, or is bound to one by what is done with it."""
@@ -109,3 +113,32 @@ def test_marks_on_a_cpu_are_points_in_time() -> None:
     assert ended.seconds_since(begun) > 0
     with device.on_stream(device.side_stream("cpu")):
         pass
+
+
+def test_deterministic_algorithms_inside_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO"):
+        monkeypatch.delenv(name, raising=False)
+    with device.deterministic_algorithms(False):
+        assert not torch.are_deterministic_algorithms_enabled()
+        assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
+    with device.deterministic_algorithms(True):
+        assert torch.are_deterministic_algorithms_enabled() and torch.backends.cudnn.deterministic
+        assert not torch.is_deterministic_algorithms_warn_only_enabled()
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    assert not torch.are_deterministic_algorithms_enabled() and not torch.backends.cudnn.deterministic
+
+
+@pytest.mark.parametrize("wanted", [False, True])
+def test_a_worker_computes_as_it_is_told(wanted: bool) -> None:
+    worker = WorkerProcess("drafter 0", TellsAlgorithms, (), deterministic=wanted)
+    try:
+        assert isinstance(worker.connection.recv().payload, Ready)
+        worker.send("ask")
+        assert worker.connection.recv().payload is wanted
+    finally:
+        worker.stop(5.0)
+
+
+class TellsAlgorithms(Stage):
+    def handle(self, message: Any) -> Iterator[bool]:
+        yield torch.are_deterministic_algorithms_enabled()

@@ -14,7 +14,7 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from paceline.config import devices_of
-from paceline.errors import StageError
+from paceline.errors import PacelineError, StageError
 
 Name = str | torch.device
 
@@ -46,6 +46,50 @@ def own_device(name: Name) -> torch.device:
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
         torch.cuda.set_device(device)
     return device
+
+
+@contextmanager
+def deterministic_algorithms(wanted: bool) -> Generator[None]:
+    """Work inside gives the same bits each time on the same device, or raises; nothing changes where it is not wanted.
+
+    For a process that has not computed on a card yet: cuBLAS reads its part once. NCCL is held to one algorithm; it
+    chooses by size and machine otherwise.
+    """
+    if not wanted:
+        yield
+        return
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    os.environ.setdefault("NCCL_ALGO", "Ring")
+    known = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    cudnn = torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(known[0], warn_only=known[1])
+        torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = cudnn
+
+
+@contextmanager
+def device_errors(kind: type[PacelineError], out_of_memory: Callable[[], str]) -> Generator[None]:
+    """What a device cannot do inside, as one line.
+
+    Args:
+        kind: what is raised.
+        out_of_memory: the line where memory does not suffice.
+    """
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        raise kind(out_of_memory()) from error
+    except RuntimeError as error:
+        operation, found, _ = str(error).partition(" does not have a deterministic implementation")
+        if not found:
+            raise
+        raise kind(
+            f"train.deterministic: {operation} always gives the same bits on no GPU; set train.deterministic to false"
+        ) from error
 
 
 def why_missing(name: str) -> str | None:

@@ -20,10 +20,11 @@ import torch
 
 from paceline.checkpoint import checkpoints, run_directory
 from paceline.config import tasks_in_flight
-from paceline.device import own_device
-from paceline.errors import PacelineError
+from paceline.device import deterministic_algorithms, device_errors, own_device
+from paceline.errors import PacelineError, StageError
 from paceline.observe.observer import Observer, open_observer
 from paceline.pipeline.coordinator import Coordinator, Work
+from paceline.pipeline.messages import batch_name
 from paceline.pipeline.multinode import rank_groups
 from paceline.pipeline.prefetch import Prefetcher
 from paceline.pipeline.process import WorkerProcess
@@ -36,7 +37,7 @@ from paceline.run.eval_worker import background_evaluation
 from paceline.run.learner_factory import learner_factory
 from paceline.run.run import Run
 from paceline.run.step_metrics import StepMetrics
-from paceline.types import HostBatch, StepReport, StepTimes
+from paceline.types import FeatureBatch, HostBatch, PlannedStep, StepReport, StepTimes
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -85,7 +86,11 @@ def train(run: Run, *, notice: Callable[[str], None], console: Console | None = 
     try:
         _note_checkpoints(run, observer)
         completed, saves = StepMetrics(run), CheckpointPolicy(run, observer)
-        with GracefulStop(notice) as stop, background_evaluation(run, observer, stop) as evaluation:
+        with (
+            GracefulStop(notice) as stop,
+            background_evaluation(run, observer, stop) as evaluation,
+            deterministic_algorithms(run.settings.train.deterministic),
+        ):
             for report, times in engine(run, stop, observer, saves):
                 if first:
                     observer.step(completed(report, times))
@@ -141,8 +146,11 @@ def _inline(
     run: Run, stop: Callable[[], bool], observer: AnyObserver, saves: CheckpointPolicy
 ) -> Iterator[tuple[StepReport, StepTimes]]:
     """All stages in this process, one after another."""
+    from paceline.drafter.stage import out_of_memory as drafter_memory
+    from paceline.drafter.stage import out_of_memory_in_step
     from paceline.target_model.load import load_target
     from paceline.target_model.shared_weights import shared_weights
+    from paceline.target_model.stage import out_of_memory as target_memory
     from paceline.target_model.tap_guard import guard_first_batch
 
     settings, steps, device = run.settings, run.remaining, run.settings.flow.drafter_devices[0]
@@ -152,11 +160,20 @@ def _inline(
     weights = shared_weights(target, with_teacher=settings.objective.needs_teacher)
     learner, writer = learner_factory(run)(weights), checkpoint_writer(run)
 
-    def tapped(host: HostBatch) -> Any:
-        return target.features(host, with_last=settings.objective.needs_teacher)
+    def tapped(host: HostBatch) -> FeatureBatch:
+        with device_errors(StageError, lambda: _failed("target", host, target_memory(target, device, host))):
+            return target.features(host, with_last=settings.objective.needs_teacher)
+
+    def learn(work: Callable[[FeatureBatch], None], batch: FeatureBatch) -> None:
+        with device_errors(StageError, lambda: _failed("drafter", batch.host, drafter_memory(learner, batch.host))):
+            work(batch)
+
+    def take_step(planned: PlannedStep) -> StepReport:
+        with device_errors(StageError, lambda: f"stage drafter failed in a step: {out_of_memory_in_step(learner)}"):
+            return learner.step(planned)
 
     for host in run.plan.largest_batches():
-        learner.probe(tapped(host))
+        learn(learner.probe, tapped(host))
     for host in run.plan.validation_batches(run.heldout):
         learner.hold_for_validation(tapped(host))
     batches = run.plan.host_batches(steps, run.local_ranks, run.num_ranks)
@@ -170,8 +187,8 @@ def _inline(
             if not guarded:
                 guard_first_batch(target, features)
                 guarded = True
-            timed("drafter", f"batch {index}", learner.accumulate, features)
-        report = timed("drafter", f"optimizer step {planned.step}", learner.step, planned)
+            timed("drafter", f"batch {index}", learn, learner.accumulate, features)
+        report = timed("drafter", f"optimizer step {planned.step}", take_step, planned)
         stopping = stop()
         profile.after(planned.step, last=planned is steps[-1] or stopping)
         memory = peaks.look()
@@ -187,6 +204,10 @@ def _inline(
             break
     writer.wait()
     saves.check()
+
+
+def _failed(stage: str, host: HostBatch, error: str) -> str:
+    return f"stage {stage} failed on {batch_name(host)}: {error}"
 
 
 @dataclass
@@ -221,6 +242,7 @@ def _pipeline(
     feed = Prefetcher(hosts, flow.prefetch_batches * len(flow.target_devices), flow.prefetch_bytes, HostBatch.num_bytes)
     targets: list[WorkerProcess] = []
     drafters: list[WorkerProcess] = []
+    computing: Any = {"threads": flow.threads, "deterministic": settings.train.deterministic}
     patience_s = 0.0
     with rank_groups(run.nodes, len(flow.drafter_devices)) as groups:
         try:
@@ -228,15 +250,13 @@ def _pipeline(
                 name, arguments = f"target {number} ({device})", (settings.target, run.taps, device, pool)
                 ahead = tasks_in_flight(device)
                 targets.append(
-                    WorkerProcess(
-                        name, TargetStage, arguments, device=device, threads=flow.threads, max_outstanding=ahead
-                    )
+                    WorkerProcess(name, TargetStage, arguments, device=device, max_outstanding=ahead, **computing)
                 )
             for rank, device in enumerate(flow.drafter_devices):
                 name, build = f"drafter {rank} ({device})", learner_factory(run, rank, groups[rank])
                 profile = _profile(run) if rank == 0 and run.nodes.first else None
                 stage = (build, pool, checkpoint_writer(run), profile, len(run.steps), run.nodes.here.count > 1)
-                drafters.append(WorkerProcess(name, DrafterStage, stage, device=device, threads=flow.threads))
+                drafters.append(WorkerProcess(name, DrafterStage, stage, device=device, **computing))
             work = Work(steps, feed, validation, run.plan.largest_batches())
             coordinator = Coordinator(
                 targets,

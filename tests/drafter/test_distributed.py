@@ -41,6 +41,7 @@ def test_an_error_of_the_own_card_is_not_a_missing_rank():
         torch.AcceleratorError("CUDA error: an illegal memory access was encountered"),
         torch.OutOfMemoryError("CUDA out of memory"),
         RuntimeError("CUDA error: device-side assert triggered"),
+        RuntimeError("NCCL error in: ..., unhandled cuda error (run with NCCL_DEBUG=INFO for details)"),
     ):
         with pytest.raises(type(error)), collective_errors():
             raise error

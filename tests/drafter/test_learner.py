@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import gc
 import io
 import itertools
 import math
@@ -291,6 +292,27 @@ def test_a_micro_batch_keeps_to_its_budget_of_operations():
     with Operations() as operations:
         learner.accumulate(make_batch(learner.spec, LENGTHS, num_anchors=4))
     assert sum(count for name, count in operations.counts.items() if name not in VIEWS) < 600
+
+
+def test_a_probe_leaves_room_for_the_optimizer():
+    """What fits without the optimizer's state must fit with it, which is made in the first step."""
+    learner, batch = make_learner(small_spec()), make_batch(small_spec(), LENGTHS)
+    whole, held = sum(p.numel() for p in learner.parameters), []
+
+    def noted(batch):
+        held.append(max(t.numel() for t in gc.get_objects() if type(t) is torch.Tensor and t.dtype == torch.uint8))
+
+    honest, learner.accumulate = learner.accumulate, noted
+    learner.probe(batch)
+    assert held == [pytest.approx(8 * whole, rel=0.01)]
+    learner.accumulate = honest
+    learner.accumulate(batch)
+    close_window(learner)
+    learner.accumulate = lambda batch: held.append(
+        sum(t.numel() == held[0] for t in gc.get_objects() if type(t) is torch.Tensor)
+    )
+    learner.probe(batch)
+    assert held[1] == 0, "the state is there by now"
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)

@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 import torch
 
+from drafter_cases import make_learner, small_spec
 from paceline.config import TargetConfig
 from paceline.drafter.stage import DrafterStage
 from paceline.errors import DrafterError, TargetError
 from paceline.pipeline.feature_pool import FeaturePool
-from paceline.pipeline.messages import DrafterTask, FeaturesReady, MemoryProbe, Probed, TargetTask
+from paceline.pipeline.messages import DrafterTask, FeaturesReady, MemoryProbe, Probed, TakeStep, TargetTask
 from paceline.target_model.stage import TargetStage
-from paceline.types import HostBatch, PlannedBatch
+from paceline.types import HostBatch, PlannedBatch, PlannedStep
 
 TAPS, HIDDEN = [1, 3, 5], 128
 
@@ -62,14 +63,29 @@ def test_out_of_memory_names_bytes_and_what_to_lower(
     with pytest.raises(TargetError) as caught:
         list(stage.handle(MemoryProbe(host([20, 31], [4, 9]), 0)))
     text = str(caught.value)
-    assert "out of memory on cpu with 2 rows of 31 tokens (62 padded): weights " in text
+    assert "out of memory on cpu with 2 rows of 31 tokens (62 padded tokens, 96 draft positions): weights " in text
     assert "MiB" in text and "lower plan.token_budget" in text and "\n" not in text
 
 
 def test_a_drafter_that_runs_out_of_memory_says_what_to_lower() -> None:
-    learner = SimpleNamespace(
-        device=torch.device("cpu"), accumulate=raising(torch.OutOfMemoryError("CUDA out of memory"))
+    learner = make_learner(small_spec(), drafter={"positions_per_pass": 40})
+    learner.accumulate = learner.step = raising(torch.OutOfMemoryError("CUDA out of memory"))
+    drafter = DrafterStage(lambda: learner, FeaturePool(2, 64, 12, torch.float32), SimpleNamespace(check=lambda: None))
+    says = (
+        r"on cpu with 96 draft positions \(40 at once\) over 51 tokens \(62 padded tokens\): features .* MiB; "
+        r"lower drafter.positions_per_pass \(now 40\)"
     )
-    drafter = DrafterStage(lambda: learner, FeaturePool(2, 64, 12, torch.float32), None)
-    with pytest.raises(DrafterError, match=r"96 draft positions over 51 tokens .*; lower drafter.positions_per_pass"):
+    with pytest.raises(DrafterError, match=says):
         list(drafter.handle(DrafterTask(host([20, 31], [4, 9]), 0)))
+    with pytest.raises(DrafterError, match=r"optimizer state .* MiB; .* set optimizer.state to 8bit"):
+        list(drafter.handle(TakeStep(PlannedStep(1, 0, 0, range(0), save=False))))
+
+
+def test_what_is_not_deterministic_is_one_line(stage: TargetStage, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "cumsum_cuda_kernel does not have a deterministic implementation, but you set 'torch.use_deterministic..."
+    monkeypatch.setattr(stage._target, "features", raising(RuntimeError(text)))
+    with pytest.raises(TargetError, match=r"^train.deterministic: cumsum_cuda_kernel .* to false$"):
+        list(stage.handle(MemoryProbe(host([20, 31], [4, 9]), 0)))
+    monkeypatch.setattr(stage._target, "features", raising(RuntimeError("CUDA error: something else")))
+    with pytest.raises(RuntimeError, match="something else"):
+        list(stage.handle(MemoryProbe(host([20, 31], [4, 9]), 0)))

@@ -177,6 +177,13 @@ def test_unknown_command_and_flag(capfd) -> None:
             "list one",
         ),
         ({"objective": {"gamma": 1e-50}}, "objective.gamma"),
+        (
+            {
+                "train": {"deterministic": True},
+                "flow": {"mode": "pipeline", "delivery": "ready", "target_devices": ["cpu", "cpu"]},
+            },
+            "set flow.delivery to ordered",
+        ),
     ],
 )
 def test_what_cannot_train_here_is_refused_first(

@@ -11,16 +11,22 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
 
 from paceline.checkpoint import checkpoints
 from paceline.cli import main
+from paceline.drafter.learner import Learner
 from paceline.run.learner_factory import learner_factory
 from paceline.target_model.load import load_target
+from paceline.target_model.model import TargetModel
 from processes import children_of
 from small_runs import built
 
@@ -191,3 +197,49 @@ def test_bf16_compute_keeps_float32_masters(make_run: MakeRun) -> None:
     settings = make_run(drafter={"dtype": "bfloat16"}, target={"dtype": "bfloat16"}, train={"max_steps": 3})
     assert main(["train", str(settings)]) == 0
     assert {tensor.dtype for tensor in weights(run_dir_of(settings), 3).values()} == {torch.float32}
+
+
+@pytest.mark.parametrize("mode", ["inline", "pipeline"])
+def test_deterministic_runs_say_so_to_every_worker(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    seen: list[Any] = []
+
+    class Asked(Exception):
+        pass
+
+    def load(*_: Any) -> Any:
+        seen.append(torch.are_deterministic_algorithms_enabled())
+        raise Asked
+
+    def worker(name: str, *_: Any, **given: Any) -> Any:
+        seen.append(given["deterministic"])
+        if name.startswith("drafter"):
+            raise Asked
+        return SimpleNamespace(stop=lambda patience_s: None)
+
+    monkeypatch.setattr("paceline.target_model.load.load_target", load)
+    monkeypatch.setattr(import_module("paceline.train"), "WorkerProcess", worker)
+    settings = make_run(mode, train={"deterministic": True, "max_steps": 2}, flow={"mode": mode})
+    with pytest.raises(Asked):
+        main(["train", str(settings)])
+    assert seen == [True] if mode == "inline" else [True, True]
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+@pytest.mark.parametrize("role", ["target", "drafter", "step"])
+def test_inline_out_of_memory_names_stage_and_batch(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], role: str
+) -> None:
+    def full(*_: Any, **__: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    place = {"target": (TargetModel, "features"), "drafter": (Learner, "accumulate"), "step": (Learner, "step")}[role]
+    monkeypatch.setattr(*place, full)
+    assert main(["train", str(make_run())]) == 1
+    error = capfd.readouterr().err
+    batch = "in a step" if role == "step" else r"on batch \d+ of epoch \d \(samples "
+    assert re.search(
+        rf"error: stage {'drafter' if role == 'step' else role} failed {batch}.*out of memory on cpu", error
+    )
+    assert "Traceback" not in error

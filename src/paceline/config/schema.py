@@ -184,6 +184,9 @@ class TrainConfig(Section):
     """Passes over the data."""
     max_steps: int | None = Field(default=None, ge=1)
     """Stop after this many optimizer steps, wherever the epoch is. Unset: all epochs."""
+    deterministic: bool = False
+    """Whether GPUs compute with algorithms that give the same bits each time, which some operations pay for with speed;
+    what has none stops the run. On CPUs the bits are the same anyway."""
 
 
 def devices_of(worker: str) -> list[str]:

@@ -125,7 +125,7 @@ def collective_errors() -> Generator[None, None, None]:
     except (torch.OutOfMemoryError, torch.AcceleratorError):
         raise
     except RuntimeError as error:
-        if "CUDA error" in str(error):
+        if "cuda error" in str(error).lower():  # NCCL writes "unhandled cuda error"
             raise
         raise PeerError(f"another drafter rank is gone ({str(error).splitlines()[0]})") from error
 

@@ -27,6 +27,7 @@ from paceline.drafter.host_copy import HostCopy, StateWriter
 from paceline.drafter.loss import choose_head
 from paceline.drafter.loss.distillation import SlotLosses, Teacher, distillation_loss
 from paceline.drafter.loss.weights import SLOT_WEIGHTS, default_gamma, normalize_weights, sum_by_document
+from paceline.drafter.memory import optimizer_bytes
 from paceline.drafter.metrics import WindowMetrics, WindowTotals, bucket_totals, ratios_of, sample_losses
 from paceline.drafter.network import Drafter
 from paceline.drafter.noise import add_noise, noise_ratio
@@ -140,8 +141,15 @@ class Learner:
                 total.backward()
 
     def probe(self, batch: FeatureBatch) -> None:
-        """Does with a micro-batch what `accumulate` does and forgets it, so that what does not fit shows early."""
+        """Does with a micro-batch what `accumulate` does and forgets it, so that what does not fit shows early.
+
+        The optimizer's state, which a run that begins makes in its first step, takes its room meanwhile.
+        """
+        size = optimizer_bytes(self.spec, self.optimizer_settings) if not self.steps_done else 0
+        sharers = dist.get_world_size(self.shards) if self.shards is not None else 1
+        room = torch.empty(size // sharers, dtype=torch.uint8, device=self.device)
         self.accumulate(batch)
+        del room
         self._window = WindowMetrics(self.spec.num_drafts, self.device)
         self._clear()
         self._step_ended = time.perf_counter()

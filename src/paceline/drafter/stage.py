@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
-
-from paceline.device import on_stream, side_stream, used_by_compute
+from paceline.device import device_errors, on_stream, side_stream, used_by_compute
 from paceline.drafter.distributed import any_rank, check_equal
 from paceline.drafter.host_copy import StateWriter
 from paceline.drafter.learner import Learner
+from paceline.drafter.memory import optimizer_bytes
 from paceline.errors import DrafterError
 from paceline.pipeline.feature_pool import FeaturePool
 from paceline.pipeline.messages import (
@@ -26,7 +25,7 @@ from paceline.pipeline.messages import (
 )
 from paceline.pipeline.process import Stage
 from paceline.pipeline.profiler import StepProfile
-from paceline.types import FeatureBatch
+from paceline.types import FeatureBatch, HostBatch
 
 
 class DrafterStage(Stage):
@@ -75,7 +74,8 @@ class DrafterStage(Stage):
             yield BufferReleased(message.buffer)
         elif isinstance(message, TakeStep):
             self._writer.check()
-            report = self._learner.step(message.planned)
+            with device_errors(DrafterError, lambda: out_of_memory_in_step(self._learner)):
+                report = self._learner.step(message.planned)
             if self._profile is not None:
                 self._profile.after(message.planned.step, last=message.planned.step == self._last_step)
             yield StepTaken(report, self._agree(message))
@@ -106,15 +106,8 @@ class DrafterStage(Stage):
 
     def _within_memory(self, work: Callable[[FeatureBatch], None], message: DrafterTask | MemoryProbe) -> None:
         """Do the work on a task's batch; say what to lower where it does not fit."""
-        try:
+        with device_errors(DrafterError, lambda: out_of_memory(self._learner, message.host)):
             work(self._fetch(message))
-        except (torch.OutOfMemoryError, MemoryError) as error:
-            planned = message.host.planned
-            raise DrafterError(
-                f"out of memory on {self._learner.device} with {planned.draft_positions} draft positions over "
-                f"{planned.real_tokens} tokens (features {planned.real_tokens * self._pool.token_bytes / 2**20:,.0f} "
-                "MiB); lower drafter.positions_per_pass, drafter.head_chunk or plan.draft_position_budget"
-            ) from error
 
     def _agree(self, message: TakeStep) -> bool:
         """With all ranks: that their weights are equal, and whether to stop."""
@@ -126,3 +119,27 @@ class DrafterStage(Stage):
         if not self._several_machines:
             return message.stop
         return any_rank(message.stop, world, self._learner.device)
+
+
+def out_of_memory(learner: Learner, host: HostBatch) -> str:
+    """What a batch needs for which the drafter's device has no room, and what to set."""
+    planned, spec, limit = host.planned, learner.spec, learner.settings.positions_per_pass
+    features = planned.real_tokens * len(spec.taps) * spec.hidden_size * learner.dtype.itemsize
+    at_once = planned.draft_positions if limit is None else min(limit, planned.draft_positions)
+    return (
+        f"out of memory on {learner.device} with {planned.draft_positions} draft positions ({at_once} at once) over "
+        f"{planned.real_tokens} tokens ({planned.padded_tokens} padded tokens): features {features / 2**20:,.0f} MiB; "
+        f"lower drafter.positions_per_pass (now {'unset' if limit is None else limit}), drafter.head_chunk or "
+        "plan.token_budget, or set drafter.recompute"
+    )
+
+
+def out_of_memory_in_step(learner: Learner) -> str:
+    """What an optimizer step needs for which the drafter's device has no room, and what to set."""
+    masters = sum(parameter.nbytes for parameter in learner.parameters)
+    state = optimizer_bytes(learner.spec, learner.optimizer_settings)
+    return (
+        f"out of memory on {learner.device}: masters and gradients {2 * masters / 2**20:,.0f} MiB, optimizer state "
+        f"{state / 2**20:,.0f} MiB; lower drafter.positions_per_pass, or set optimizer.state to 8bit, or "
+        "optimizer.shard where there are several ranks"
+    )

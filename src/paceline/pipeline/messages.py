@@ -164,11 +164,11 @@ class Reply:
 def describe(message: Any) -> str:
     """A task as a user reads it in an error: its batch and samples, or its step."""
     if isinstance(message, (TargetTask, DrafterTask)):
-        return _batch(message.host)
+        return batch_name(message.host)
     if isinstance(message, ValidationTask):
-        return f"validation {_batch(message.host)}"
+        return f"validation {batch_name(message.host)}"
     if isinstance(message, MemoryProbe):
-        return f"the memory probe, {_batch(message.host)}"
+        return f"the memory probe, {batch_name(message.host)}"
     if isinstance(message, TakeStep):
         return f"optimizer step {message.planned.step}"
     if isinstance(message, SaveCheckpoint):
@@ -176,7 +176,8 @@ def describe(message: Any) -> str:
     return "start-up"
 
 
-def _batch(host: HostBatch) -> str:
+def batch_name(host: HostBatch) -> str:
+    """A batch as a user reads it in an error."""
     planned = host.planned
     rows = [int(row) for row in planned.rows[:6]]
     more = f" and {len(planned.rows) - 6} more" if len(planned.rows) > 6 else ""

@@ -16,6 +16,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from typing import Any
@@ -23,7 +24,7 @@ from typing import Any
 import torch
 import torch.multiprocessing as multiprocessing
 
-from paceline.device import Mark, own_device
+from paceline.device import Mark, deterministic_algorithms, own_device
 from paceline.errors import PacelineError, PeerError
 from paceline.pipeline.messages import Failed, Ready, Reply, Stop, describe
 from paceline.pipeline.telemetry import PeakMemory
@@ -88,7 +89,12 @@ class TaskClock:
 
 
 def run_child(
-    connection: Connection, device: str, threads: int, factory: Callable[..., Stage], arguments: tuple[Any, ...]
+    connection: Connection,
+    device: str,
+    threads: int,
+    deterministic: bool,
+    factory: Callable[..., Stage],
+    arguments: tuple[Any, ...],
 ) -> None:
     """Main function of a worker process.
 
@@ -96,6 +102,7 @@ def run_child(
         connection: this worker's end of the pipe.
         device: of the worker; its process acts on no other card where none is named.
         threads: CPU threads of torch.
+        deterministic: whether everything must give the same bits each time.
         factory: builds the stage from ``arguments``; both must pickle.
         arguments: for the factory.
     """
@@ -105,8 +112,10 @@ def run_child(
     inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(connection, inbox), daemon=True).start()
     message: Any = None
+    stack = ExitStack()  # never left: the process ends first
     try:
         own_device(device)
+        stack.enter_context(deterministic_algorithms(deterministic))
         stage = factory(*arguments)
         peaks = PeakMemory(device)
         connection.send(Reply(Ready(), memory=peaks.look()))
@@ -165,7 +174,7 @@ class WorkerProcess:
 
     Args:
         name: shown in errors, for example ``target 0 (cpu)``.
-        factory, arguments, device, threads: see `run_child`.
+        factory, arguments, device, threads, deterministic: see `run_child`.
         max_outstanding: tasks that may be sent before the first of them is answered.
     """
 
@@ -177,6 +186,7 @@ class WorkerProcess:
         *,
         device: str = "cpu",
         threads: int = 1,
+        deterministic: bool = False,
         max_outstanding: int = 1,
     ) -> None:
         self.name, self.max_outstanding = name, max_outstanding
@@ -193,7 +203,10 @@ class WorkerProcess:
         _start_server()
         self.connection, theirs = context.Pipe()
         self.process = context.Process(
-            target=run_child, args=(theirs, device, threads, factory, arguments), daemon=True, name=f"paceline {name}"
+            target=run_child,
+            args=(theirs, device, threads, deterministic, factory, arguments),
+            daemon=True,
+            name=f"paceline {name}",
         )
         self.process.start()
         theirs.close()

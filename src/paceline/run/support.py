@@ -24,6 +24,7 @@ def check_support(settings: Settings, node: NodeInfo = ALONE.here) -> None:
         *_mode_errors(settings, node),
         *_device_list_errors(settings, node),
         *_drafter_errors(settings),
+        *_order_errors(settings),
     ]
     if (settings.plan.strategy == "packed") != (settings.target.rows == "packed"):
         errors.append(
@@ -109,4 +110,15 @@ def _drafter_errors(settings: Settings) -> Iterator[str]:
         yield (
             f"drafter.head: {settings.drafter.head} knows cross entropy alone, and objective.terms has terms that need "
             "the target's distributions; use tiled"
+        )
+
+
+def _order_errors(settings: Settings) -> Iterator[str]:
+    """What gives other bits each time, whatever the devices compute."""
+    flow = settings.flow
+    as_they_come = flow.mode == "pipeline" and flow.delivery == "ready" and len(flow.target_devices) > 1
+    if settings.train.deterministic and as_they_come:
+        yield (
+            "train.deterministic: with flow.delivery: ready and several flow.target_devices, micro-batches are added "
+            "up as they come; set flow.delivery to ordered"
         )

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 
-import torch
-
 from paceline.config import TargetConfig
+from paceline.device import device_errors
 from paceline.errors import TargetError
 from paceline.pipeline.feature_pool import FeaturePool
 from paceline.pipeline.messages import FeaturesReady, MemoryProbe, Probed, TargetTask, ValidationTask
 from paceline.pipeline.process import Stage
 from paceline.target_model.hand_over import HandOver, SentBatch
+from paceline.target_model.model import TargetModel
 from paceline.target_model.tap_guard import check_features, guard_first_batch
 from paceline.types import HostBatch
 
@@ -44,10 +44,8 @@ class TargetStage(Stage):
 
     def handle(self, message: TargetTask | ValidationTask | MemoryProbe) -> Iterator[FeaturesReady | Probed]:
         """Compute the features of the batch's real tokens, [S, N·H], and queue their way into the task's buffer."""
-        try:
+        with device_errors(TargetError, lambda: out_of_memory(self._target, self._device, message.host)):
             self._sent.append((message, self._compute(message)))
-        except (torch.OutOfMemoryError, MemoryError) as error:
-            raise TargetError(self._out_of_memory(message.host)) from error
         yield from self.answers()
 
     def answers(self) -> Iterator[FeaturesReady | Probed]:
@@ -79,19 +77,19 @@ class TargetStage(Stage):
             self._handled += 1
         return self._hand_over.send(message.buffer, batch)
 
-    def _out_of_memory(self, host: HostBatch) -> str:
-        """The byte plan of a batch that did not fit, and what to lower."""
-        rows, width = host.ids.shape
-        size, hidden = self._target.dtype.itemsize, self._target.facts.hidden_size
-        weights = sum(tensor.nbytes for tensor in self._target.model.parameters())
-        parts = {
-            "weights": weights,
-            "states of a layer": rows * width * hidden * size,
-            "features": int(host.lengths.sum()) * self._target.width * size,
-        }
-        shown = ", ".join(f"{name} {value / 2**20:,.0f} MiB" for name, value in parts.items())
-        return (
-            f"out of memory on {self._device} with {rows} rows of {width} tokens ({rows * width} padded): {shown}, and "
-            "what a layer computes in between; lower plan.token_budget, or spread the target over several devices "
-            "(target.device_map)"
-        )
+
+def out_of_memory(target: TargetModel, device: str, host: HostBatch) -> str:
+    """The bytes of a batch that the target's device has no room for, and what to set."""
+    rows, width = host.ids.shape
+    size, hidden = target.dtype.itemsize, target.facts.hidden_size
+    parts = {
+        "weights": sum(tensor.nbytes for tensor in target.model.parameters()),
+        "states of a layer": rows * width * hidden * size,
+        "features": int(host.lengths.sum()) * target.width * size,
+    }
+    shown = ", ".join(f"{name} {value / 2**20:,.0f} MiB" for name, value in parts.items())
+    return (
+        f"out of memory on {device} with {rows} rows of {width} tokens ({rows * width} padded tokens, "
+        f"{host.planned.draft_positions} draft positions): {shown}, and what a layer computes in between; lower "
+        "plan.token_budget, or spread the target over several devices (target.device_map)"
+    )
