@@ -12,6 +12,7 @@ from paceline.check.context import CheckContext
 from paceline.check.results import CheckResult
 from paceline.check.sample_data import tokens_of
 from paceline.data.coverage import beyond_positions, warnings_of
+from paceline.data.holdout import without_heldout
 from paceline.data.prepare import other_target
 from paceline.data.report import REASONS
 from paceline.errors import DataError
@@ -23,10 +24,11 @@ LEFT_OUT = 0.05
 
 def check_data(context: CheckContext) -> CheckResult:
     """Rows that can be used, and what of them is supervised."""
-    material, store = context.material, context.material.store
+    material, store, settings = context.material, context.material.store, context.settings.data
     misfits = (
         other_target(store.path, context.facts.identity) if material.whole else None,
         beyond_positions(store, context.facts.max_position_embeddings),
+        None if settings.heldout_share else without_heldout(settings.heldout, context.settings.store_path),
     )
     other = "; ".join(filter(None, misfits))
     if material.report is None or material.sample is None:
@@ -44,7 +46,7 @@ def check_data(context: CheckContext) -> CheckResult:
         f"{report.supervised_tokens / report.tokens:.1%} supervised"
     )
     figures = {"rows_in": report.rows_in, "rows_used": report.rows_used, "tokens": report.tokens}
-    warnings = warnings_of(report, context.settings.data, whole=False)
+    warnings = warnings_of(report, settings, whole=False)
     if share <= LEFT_OUT and not warnings and not other:
         return CheckResult("data", "pass", detail, figures=figures)
     words = [

@@ -12,7 +12,7 @@ import numpy as np
 
 from paceline.config import Settings
 from paceline.data.collate import collate
-from paceline.data.files import find_files
+from paceline.data.files import check_apart, find_files
 from paceline.data.prepare import check_store, prepare
 from paceline.data.readers import Shard, read_shard, scan
 from paceline.data.report import PrepareReport
@@ -68,6 +68,8 @@ def gather(settings: Settings, folder: Path, rows: int) -> SampleData:
     target, there = settings.target, settings.store_path.is_dir()
     chats, sample, report, origins, share = None, None, None, {}, 1.0
     if settings.data.train:
+        if settings.data.heldout:
+            check_apart(find_files(settings.data.train), find_files(settings.data.heldout, "data.heldout"))
         chats = folder / "rows.jsonl"
         origins, total = take_rows(settings.data.train, chats, rows)
         if not origins:

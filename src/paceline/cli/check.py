@@ -13,7 +13,6 @@ import tyro
 from rich.text import Text
 
 from paceline.atomic_files import write_text
-from paceline.checkpoint.run_directory import is_run_directory, read_run_settings
 from paceline.cli import command
 from paceline.errors import ConfigError
 
@@ -73,10 +72,7 @@ def run(argv: Sequence[str]) -> int:
         return _accept(arguments, arguments.gpu)
     if arguments.run is None:
         raise ConfigError("RUN: not given; for example: paceline check run.yaml")
-    if is_run_directory(arguments.run):
-        settings = read_run_settings(arguments.run, overrides)
-    else:
-        settings = command.read_settings(str(arguments.run), overrides)
+    settings = command.read_settings(arguments.run, overrides)
     from paceline.check.context import CheckLimits
     from paceline.check.preflight import preflight
 

@@ -10,11 +10,13 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, fields
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import tyro
 from rich.markup import escape
 
+from paceline.checkpoint.run_directory import is_run_directory, read_run_settings
 from paceline.config import Settings, hint_for, known_names, load_settings, setting_rows
 from paceline.errors import ConfigError, PacelineError
 from paceline.terminal import PlainConsole
@@ -112,9 +114,9 @@ def _dotted(words: Sequence[str], *, allowed: bool, prog: str) -> dict[str, str]
     return found
 
 
-def read_settings(path: str, overrides: dict[str, str]) -> Settings:
-    """Settings of a command: YAML file overridden by dotted flags; errors as `ConfigError`."""
-    return load_settings(path, overrides)
+def read_settings(path: Path, overrides: dict[str, str]) -> Settings:
+    """Settings of a YAML file, or of a run directory, overridden by dotted flags."""
+    return read_run_settings(path, overrides) if is_run_directory(path) else load_settings(path, overrides)
 
 
 def notice(text: str) -> None:

@@ -11,6 +11,7 @@ import tyro
 from rich.console import Console
 from rich.text import Text
 
+from paceline.checkpoint.run_directory import is_run_directory, read_run_facts
 from paceline.cli import command
 from paceline.config import Settings
 from paceline.errors import ConfigError
@@ -32,8 +33,8 @@ _SHOWN_TOKENS = 1500
 class Arguments:
     """Which settings, and what is printed."""
 
-    settings: Annotated[str, tyro.conf.Positional]
-    """YAML file of the run."""
+    run: Annotated[Path, tyro.conf.Positional]
+    """Settings file of a run, or a run directory."""
     show: int = 0
     """Print this many samples, supervised tokens in color; with --json on standard error."""
     json: bool = False
@@ -50,14 +51,15 @@ def run(argv: Sequence[str]) -> int:
         Arguments,
         argv,
         prog="paceline prepare",
-        description="Tokenize chats with the target's chat template into a store, with loss masks and lengths.\n\n"
+        description="Tokenize chats with the target's chat template into a store, with loss masks and lengths.\n"
+        "Of a run directory: make its store again, from the same files and settings.\n\n"
         "Example: paceline prepare run.yaml --show 2 --data.max_length 2048",
         settings=True,
     )
     for name, count in (("--show", arguments.show), ("--on-policy", arguments.on_policy)):
         if count < 0:
             raise ConfigError(f"prepare: {name} is {count}; it must be 0 or more")
-    settings = command.read_settings(arguments.settings, overrides)
+    settings = command.read_settings(arguments.run, overrides)
     report = prepare_run(settings, replace=arguments.replace)
     use = use_of(report.store, settings)
     scored = score_answers(report.store, settings, arguments.on_policy) if arguments.on_policy else None
@@ -86,6 +88,7 @@ def check_prepared(settings: Settings, identity: Mapping[str, str] | None = None
         DataError: the mask token occurs in the text.
     """
     from paceline.data.coverage import beyond_positions, check_mask_token
+    from paceline.data.holdout import without_heldout
     from paceline.data.prepare import other_target
     from paceline.data.store import open_store
     from paceline.data.tokenizer import load_tokenizer, mask_token_id
@@ -93,7 +96,11 @@ def check_prepared(settings: Settings, identity: Mapping[str, str] | None = None
 
     store, target = open_store(settings.store_path), settings.target
     ours = identify_target(target) if identity is None else identity
-    for line in (other_target(store.path, ours), beyond_positions(store, num_positions(target))):
+    for line in (
+        other_target(store.path, ours),
+        beyond_positions(store, num_positions(target)),
+        without_heldout(settings.data.heldout, store.path),
+    ):
         if line:
             command.notice(line)
     tokenizer = load_tokenizer(target.path, target.trust_remote_code)
@@ -104,13 +111,19 @@ def check_prepared(settings: Settings, identity: Mapping[str, str] | None = None
 
 
 def prepare_run(settings: Settings, *, replace: bool = False) -> PrepareReport:
-    """Prepare the data of a run, with progress on standard error."""
+    """Prepare the data of a run, with progress on standard error.
+
+    Raises:
+        DataError: a run that was started needs another store than these settings make.
+    """
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
     from paceline.data.prepare import prepare
     from paceline.drafter.anchors import count_eligible
     from paceline.target_model.facts import identify_target
 
+    run_dir = Path(settings.run_dir)
+    expected = read_run_facts(run_dir).get("data_fingerprint") if is_run_directory(run_dir) else None
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f} %"))
     with Progress(*columns, TimeRemainingColumn(), console=command.stderr, transient=True) as bars:
         tasks = {
@@ -133,6 +146,7 @@ def prepare_run(settings: Settings, *, replace: bool = False) -> PrepareReport:
             progress=hear,
             replace=replace,
             target=identify_target(settings.target),
+            expected=expected,
         )
 
 
@@ -229,7 +243,9 @@ def render(report: PrepareReport, use: StoreUse | None = None) -> Text:
     text.append("".join(line + "\n" for line in cap_lines(report)))
     known = report.supervised_tokens + report.lost_supervised_tokens
     text.append(_counts("left out", report.set_aside, REASONS, known))
-    text.append(_counts("noted", report.notes, NOTES, known))
+    warned = "\n".join(report.warnings)
+    noted = {key: count for key, count in report.notes.items() if NOTES[key] not in warned}
+    text.append(_counts("noted", noted, NOTES, known))
     if report.tags:
         text.append("\ntags (samples, supervised tokens, share of them that is lost)\n")
         for tag, total in report.tags.items():

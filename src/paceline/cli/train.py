@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 from rich.markup import escape
 
-from paceline.checkpoint.run_directory import check_writable, is_run_directory, read_run_settings
+from paceline.checkpoint.run_directory import check_writable, is_run_directory
 from paceline.checkpoint.run_lock import hold_run
 from paceline.cli import command
 from paceline.config import Settings
@@ -50,10 +50,7 @@ def run(argv: Sequence[str]) -> int:
     arguments, overrides = command.parse(Arguments, argv, prog="paceline train", description=DESCRIPTION, settings=True)
     if arguments.profile is not None:
         overrides["observe.profile_steps"] = str(list(arguments.profile))
-    if is_run_directory(arguments.run):
-        settings = read_run_settings(arguments.run, overrides)
-    else:
-        settings = command.read_settings(str(arguments.run), overrides)
+    settings = command.read_settings(arguments.run, overrides)
     outcome = train_run(settings)
     if arguments.json:
         command.write_json(
@@ -101,7 +98,7 @@ def train_run(settings: Settings) -> Outcome:
 
 
 def ready_store(settings: Settings, facts: TargetFacts) -> None:
-    """Prepare the chats of a new run; check the store of one that resumes.
+    """Prepare the chats of a new run; check the store of one that resumes, or make it again where it is missing.
 
     Args:
         settings: of the run.
@@ -111,14 +108,20 @@ def ready_store(settings: Settings, facts: TargetFacts) -> None:
     from paceline.data.holdout import heldout_files
     from paceline.data.prepare import check_store
 
-    if settings.data.train and not is_run_directory(Path(settings.run_dir)):
+    started = is_run_directory(Path(settings.run_dir))
+    if settings.data.train and not (started and settings.store_path.is_dir()):
+        if started:
+            command.notice(f"{settings.store_path}: the store of this run is missing; it is made again")
         report = prepare_run(settings)
-        command.stderr.print(render(report, use_of(report.store, settings)))
-        if heldout_files(settings.data.heldout, settings.store_path):
-            prepare_heldout(settings)
+        use = use_of(report.store, settings)
+        if not report.reused:  # else `paceline prepare` has shown it
+            command.stderr.print(render(report, use))
     else:
         target = settings.target
         check_store(settings.store_path, target.path, settings.data, trust_remote_code=target.trust_remote_code)
+    held_out = settings.data.train and heldout_files(settings.data.heldout, settings.store_path)
+    if held_out and not (started and settings.heldout_store_path.is_dir()):
+        prepare_heldout(settings)
     check_prepared(settings, facts.identity)
 
 
@@ -133,7 +136,7 @@ def show_run(run: Run) -> None:
         f"target   {facts.path}: {facts.architecture}, {facts.num_layers} layers, hidden {facts.hidden_size}, "
         f"vocabulary {facts.vocab_size}, taps {run.taps}",
         f"drafter  {spec.num_layers} layers ({kinds}), block {spec.block_size}, mask token {spec.mask_token_id}",
-        f"data     {len(source.lengths)} samples, {int(source.lengths.sum())} tokens",
+        f"data     {source.path}: {len(source.lengths):,} samples, {int(source.lengths.sum()):,} tokens",
         f"steps    {len(run.steps)} of {run.settings.plan.accumulate} micro-batches"
         + (f", resuming after step {run.first_step}" if run.first_step else ""),
         f"flow     {flow.mode}, {flow.delivery}: {', '.join(flow.target_devices)} → {', '.join(flow.drafter_devices)}",

@@ -89,6 +89,23 @@ def find_files(names: Sequence[str], key: str = "data.train") -> list[DataFile]:
     return files
 
 
+def check_apart(train: Sequence[DataFile], heldout: Sequence[DataFile]) -> None:
+    """Refuse a file that is to be trained on and held out.
+
+    Raises:
+        DataError: one line per file.
+    """
+    trained = {file.path.resolve() for file in train}
+    errors = [
+        f"data.heldout: {file.name} is in data.train too; what is trained on measures nothing: name a file of other "
+        "chats, or drop data.heldout and set data.heldout_share: 0.02 to hold out some of data.train"
+        for file in heldout
+        if file.path.resolve() in trained
+    ]
+    if errors:
+        raise DataError(*errors)
+
+
 def _options(name: str) -> tuple[str, dict[str, Any]]:
     """Name without its options, and these: `weight`, `tags`, and `split` of a hub data set."""
     options: dict[str, Any] = {"weight": 1.0, "tags": (), "split": "train"}

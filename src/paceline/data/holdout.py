@@ -83,3 +83,13 @@ def heldout_files(named: Sequence[str], store: Path) -> list[str]:
         return list(named)
     split = store / HELDOUT
     return [str(split)] if split.is_file() else []
+
+
+def without_heldout(named: Sequence[str], store: Path) -> str | None:
+    """A sentence where nothing is held out; None where something is."""
+    if heldout_files(named, store):
+        return None
+    return (
+        "no held-out data: nothing will show how the drafter does on text that it is not trained on, and `paceline "
+        "evaluate` has no prompts; name other chats in data.heldout, or set data.heldout_share: 0.02 to hold out some"
+    )

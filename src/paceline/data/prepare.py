@@ -27,7 +27,7 @@ import numpy as np
 from paceline import atomic_files
 from paceline.config import DataConfig
 from paceline.data.dedup import HeldOutPrompts, content_hash, prompt_of
-from paceline.data.files import DataFile, find_files
+from paceline.data.files import DataFile, check_apart, find_files
 from paceline.data.finalize import UnfinishedStore, finalize, sweep, unfinished_folder
 from paceline.data.readers import RowSource, Shard, read_shard, scan
 from paceline.data.report import PrepareReport
@@ -84,6 +84,7 @@ def prepare(
     progress: Progress = lambda stage, done, total: None,
     replace: bool = False,
     target: Mapping[str, str] | None = None,
+    expected: str | None = None,
 ) -> PrepareReport:
     """Tokenize data files into a store.
 
@@ -97,21 +98,29 @@ def prepare(
         progress: is called with how far it is.
         replace: put the new store in the place of one that was made from something else.
         target: identity of the target whose answers these are, part by part; noted in the manifest.
+        expected: fingerprint that the store must have, where a run that was started with it needs it again.
 
     Returns:
         The report; `reused` where the store was there with the same fingerprint.
 
     Raises:
         DataError: files missing or empty, no tokenizer, no chat template for chats, nothing usable left, or a store
-            that was made from something else.
+            that was made from something else, or not the store that was expected.
     """
     paths = find_files(files)
+    held_paths = find_files(settings.heldout, "data.heldout") if settings.heldout else []
+    check_apart(paths, held_paths)
     tokenizer = load_tokenizer(tokenizer_path, trust_remote_code)
     before = _stamps(paths)
     sources, shards = scan(paths, lambda done, total: progress("reading", done, total))
-    held_sources, held_shards = scan(find_files(settings.heldout, "data.heldout")) if settings.heldout else ([], [])
+    held_sources, held_shards = scan(held_paths) if held_paths else ([], [])
     ingredients = _ingredients(sources, held_sources, tokenizer, settings)
     fingerprint = hashlib.blake2b(json.dumps(ingredients, sort_keys=True).encode(), digest_size=16).hexdigest()
+    if expected not in (None, fingerprint):
+        raise DataError(
+            f"{store}: the run was started with another store than these files and settings make: its data, held-out "
+            "data, tokenizer, chat template or data settings have changed; put them back, or give another run_dir"
+        )
     with _one_line(store), _locked(store, lambda: progress("waiting", 0, 1)):
         if (found := _found_store(store, fingerprint, ingredients, replace=replace)) is not None:
             return found
