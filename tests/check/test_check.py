@@ -43,7 +43,7 @@ def make(tmp_path: Path, demo_assets: Path) -> MakeSettings:
         values: dict[str, Any] = {
             "run_dir": str(tmp_path / "run"),
             "target": {"path": str(demo_assets / "target"), "dtype": "float32", "num_taps": 3},
-            "data": {"train": [str(demo_assets / "chats.jsonl")], "max_length": 512},
+            "data": {"train": [str(demo_assets / "chats.jsonl")], "max_length": 512, "heldout_share": 0.02},
             "plan": {"token_budget": 1024, "width_multiple": 32, "accumulate": 2, "max_samples": 8},
             "drafter": {"num_layers": 2, "block_size": 4, "num_anchors": 8, "dtype": "float32"},
             "optimizer": {"name": "muon", "lr": 0.01, "clip_norm": 5.0},
