@@ -255,7 +255,8 @@ def _pipeline(
             for rank, device in enumerate(flow.drafter_devices):
                 name, build = f"drafter {rank} ({device})", learner_factory(run, rank, groups[rank])
                 profile = _profile(run) if rank == 0 and run.nodes.first else None
-                stage = (build, pool, checkpoint_writer(run), profile, len(run.steps), run.nodes.here.count > 1)
+                writer = checkpoint_writer(run) if rank == 0 and run.nodes.first else None
+                stage = (build, pool, writer, profile, len(run.steps), run.nodes.here.count > 1)
                 drafters.append(WorkerProcess(name, DrafterStage, stage, device=device, **computing))
             work = Work(steps, feed, validation, run.plan.largest_batches())
             coordinator = Coordinator(

@@ -47,10 +47,10 @@ def test_a_shared_out_state_gives_the_same_weights(tmp_path, name):
         for folder, shard in ((tmp_path / "plain", False), (tmp_path / "sharded", True))
         if not folder.mkdir()
     )
-    for (_, whole, _), (_, parts, _) in zip(plain, sharded, strict=True):
+    for rank, ((_, whole, _), (_, parts, _)) in enumerate(zip(plain, sharded, strict=True)):
         assert_equal(whole["network"], parts["network"])
         for kind, optimizer in whole["optimizer"].items():
-            assert_equal(optimizer["state"], parts["optimizer"][kind]["state"])
+            assert_equal(optimizer["state"] if rank == 0 else {}, parts["optimizer"][kind]["state"])
     held = [held for *_, held in sharded]
     assert max(held) < 0.75 * plain[0][2] and sum(held) == plain[0][2]
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from paceline.cli import main
-from paceline.device import main_device
+from paceline.drafter.learner import Learner
 from paceline.drafter.memory import CARD_SHARE, TrainingShape, drafter_bytes
 from paceline.run import learner_factory as factory_module
 from paceline.run.learner_factory import LearnerFactory, learner_factory
@@ -82,9 +82,14 @@ def test_the_learner_gets_what_fits(run, monkeypatch) -> None:
     """The whole way, on a CPU that is taken for a card where memory is asked about."""
     card_of(monkeypatch, 80 * GIB)
     factory = dataclasses.replace(learner_factory(run), device="cuda:0")
-    monkeypatch.setattr("paceline.drafter.learner.Learner", lambda spec, **given: given)
+    devices: list[str] = []
+
+    def on_cpu(spec: Any, *, device: str, **given: Any) -> Learner:
+        devices.append(device)
+        return Learner(spec, **given)
+
+    monkeypatch.setattr("paceline.drafter.learner.Learner", on_cpu)
     table = torch.zeros(run.spec.vocab_size, run.spec.hidden_size)
-    monkeypatch.setattr(LearnerFactory, "_begin", lambda self, learner: None)
-    given = factory(SharedWeights(table, table, None, None))
-    assert given["drafter"].positions_per_pass == factory._in_passes(tied=True).positions_per_pass is not None
-    assert main_device(given["device"]) == torch.device("cuda", 0)
+    learner = factory(SharedWeights(table, table, None, None))
+    assert learner.settings.positions_per_pass == factory._in_passes(tied=True).positions_per_pass is not None
+    assert devices == ["cuda:0"]

@@ -177,6 +177,7 @@ def test_unknown_command_and_flag(capfd) -> None:
             "list one",
         ),
         ({"objective": {"gamma": 1e-50}}, "objective.gamma"),
+        ({"optimizer": {"shard": True}}, "flow.drafter_devices lists 1; list several"),
         (
             {
                 "train": {"deterministic": True},

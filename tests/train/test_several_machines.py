@@ -88,7 +88,8 @@ def test_two_machines_learn_what_one_learns(make_run: MakeRun, tmp_path: Path) -
     plan, train, checkpoint = few
     one = make_run("one", flow={"mode": "pipeline", "drafter_devices": ["cpu"] * 4}, plan=plan, train=train)
     assert main(["train", str(one)]) == 0
-    two = make_run("two", flow=TWO_RANKS, plan=plan, train=train, checkpoint=checkpoint)
+    shared = {"shard": True}  # each machine's ranks share the optimizer's state out
+    two = make_run("two", flow=TWO_RANKS, plan=plan, train=train, checkpoint=checkpoint, optimizer=shared)
     machines, logs = start_both(two, tmp_path)
     assert [machine.wait(200) for machine in machines] == [0, 0], [log.read_text() for log in logs]
     assert close(weights(one, 6), weights(two, 6))

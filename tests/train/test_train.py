@@ -110,6 +110,29 @@ def test_two_ranks_learn_what_one_learns(make_run: MakeRun) -> None:
         assert torch.allclose(trained[name], tensor, atol=2e-5), name
 
 
+def test_ranks_that_share_the_optimizer_out_learn_the_same(make_run: MakeRun) -> None:
+    """Against two ranks that each hold all of its state, with a checkpoint and going on from it, bit for bit."""
+    given: Any = {
+        "flow": {"mode": "pipeline", "drafter_devices": ["cpu", "cpu"]},
+        "plan": {"accumulate": 1},
+        "train": {"max_steps": 6},
+        "checkpoint": {"every_steps": 3},
+    }
+    plain, shared = make_run("plain", **given), make_run("shared", **given, optimizer={"shard": True})
+    for settings in (plain, shared):
+        assert main(["train", str(settings)]) == 0
+    for step in (3, 6):
+        one, other = (checkpoints.read_checkpoint(run_dir_of(settings), step) for settings in (plain, shared))
+        assert same(one["network"], other["network"])
+        moments, gathered = (state["optimizer"]["adamw"]["state"] for state in (one, other))
+        assert moments.keys() == gathered.keys() and all(same(moments[n], gathered[n]) for n in moments)
+    for file in checkpoints.checkpoint_path(run_dir_of(shared), 6).iterdir():
+        file.unlink()
+    checkpoints.checkpoint_path(run_dir_of(shared), 6).rmdir()
+    assert main(["train", str(run_dir_of(shared))]) == 0
+    assert same(weights(run_dir_of(plain), 6), weights(run_dir_of(shared), 6))
+
+
 def test_teacher_distributions_cross_the_pipeline_unchanged(make_run: MakeRun) -> None:
     objective = {"terms": {"ce": 0.5, "kl": 0.5}}
     inline = make_run("inline", objective=objective, train={"max_steps": 4})

@@ -31,7 +31,7 @@ FREE_SECTIONS = ("flow", "checkpoint", "evaluate", "observe")
 FREE_KEYS = (
     *("target.path", "data.train", "data.heldout", "data.store", "data.workers", "data.verify"),
     *("drafter.attention", "drafter.head", "drafter.head_chunk", "drafter.positions_per_pass"),
-    *("drafter.diagnose_every", "drafter.diagnose_share", "train.deterministic"),
+    *("drafter.diagnose_every", "drafter.diagnose_share", "optimizer.shard", "train.deterministic"),
 )
 """Further keys that may: where things lie (fingerprints say whether they are the same), and how it is computed."""
 

@@ -8,7 +8,6 @@ Shape letters: A anchors, K slots, J drafts of a block, M supervised drafts, S c
 
 from __future__ import annotations
 
-import copy
 import math
 import time
 from collections.abc import Mapping
@@ -31,7 +30,7 @@ from paceline.drafter.memory import optimizer_bytes
 from paceline.drafter.metrics import WindowMetrics, WindowTotals, bucket_totals, ratios_of, sample_losses
 from paceline.drafter.network import Drafter
 from paceline.drafter.noise import add_noise, noise_ratio
-from paceline.drafter.optimizer import learning_rates, make_optimizers, optimizer_state
+from paceline.drafter.optimizer import learning_rates, load_optimizer_state, make_optimizers, optimizer_state
 from paceline.drafter.schedule import Schedule, ramp
 from paceline.drafter.spec import DrafterSpec
 from paceline.drafter.split_batch import split_batch
@@ -83,10 +82,6 @@ class Learner:
             raise DrafterError(
                 "objective.terms compares with the target's distributions, and no teacher was given; "
                 "give the target's norm and head, or use ce alone"
-            )
-        if optimizer.shard and world is not None and shards is None:
-            raise DrafterError(
-                "optimizer.shard: the ranks that share the optimizer's state out were not given; drop it"
             )
         for name, tensor in (("embedding", embedding), ("head", head)):
             if tuple(tensor.shape) != (spec.vocab_size, spec.hidden_size):
@@ -261,7 +256,7 @@ class Learner:
     def state_dict(self) -> dict[str, Any]:
         """Everything that a resumed run needs between two windows: the tensors themselves, and plain values.
 
-        Where ranks share the optimizer's state out, all of them must ask.
+        Where ranks share the optimizer's state out, all of them must ask, and the first one gets it.
         """
         optimizers = self.optimizers.items()
         return {
@@ -283,7 +278,7 @@ class Learner:
         """Takes on what `state_dict` gave; the next window trains exactly as if the run had never stopped."""
         self.network.load_state_dict(dict(state["network"]))
         for name, optimizer in self.optimizers.items():
-            optimizer.load_state_dict(copy.deepcopy(state["optimizer"][name]))
+            load_optimizer_state(optimizer, state["optimizer"][name], self.shards)
         self.steps_done = int(state["steps_done"])
         self.skipped_in_row = int(state["skipped_in_row"])
 

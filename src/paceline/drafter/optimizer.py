@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -64,23 +65,47 @@ def make_optimizers(
 
 
 def optimizer_state(optimizer: Any, shards: dist.ProcessGroup | None, device: torch.device) -> dict[str, Any]:
-    """What `load_state_dict` takes, whole; where the state is shared out, all ranks must ask, and it is gathered.
+    """What `load_optimizer_state` takes, whole.
 
-    A whole state can be loaded into an optimizer whose state is shared out, and the other way round.
+    Where the state is shared out, all ranks must ask: it is gathered, on the first of them alone.
     """
     if shards is None:
         return optimizer.state_dict()
     mine: dict[Tensor, Any] = optimizer.optim.state  # of this rank's parameters
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    place = {parameter: index for index, parameter in enumerate(parameters)}
+    parameters, place = _places(optimizer)
     state = {}
     for index, owner in enumerate(owners([parameter in mine for parameter in parameters], shards, device)):
-        if owner is not None:
-            state[index] = broadcast_state(mine.get(parameters[index]), shards, device, owner)
+        if owner is None:
+            continue
+        part = broadcast_state(mine.get(parameters[index]), shards, device, owner)
+        if dist.get_rank(shards) == 0:
+            state[index] = part
     groups = [
         {**group, "params": [place[parameter] for parameter in group["params"]]} for group in optimizer.param_groups
     ]
     return {"state": state, "param_groups": groups}
+
+
+def load_optimizer_state(optimizer: Any, state: Mapping[str, Any], shards: dist.ProcessGroup | None) -> None:
+    """Takes on a whole state; where it is shared out, this rank's part of it.
+
+    A rank's part goes to the optimizer that ZeRO holds inside: ZeRO's own loading keeps a second copy on the device,
+    and moves the step counts to the CPU, where a fused AdamW on a card cannot use them (torch 2.13).
+    """
+    if shards is None:
+        optimizer.load_state_dict(copy.deepcopy(dict(state)))
+        return
+    _, place = _places(optimizer)
+    inside = optimizer.optim
+    mine = [place[parameter] for group in inside.param_groups for parameter in group["params"]]
+    part = {number: copy.deepcopy(state["state"][at]) for number, at in enumerate(mine) if at in state["state"]}
+    inside.load_state_dict({"state": part, "param_groups": inside.state_dict()["param_groups"]})
+
+
+def _places(optimizer: Any) -> tuple[list[Tensor], dict[Tensor, int]]:
+    """Parameters of an optimizer in the order of its state, and the place of each."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return parameters, {parameter: index for index, parameter in enumerate(parameters)}
 
 
 def _made(kind: type[Optimizer], groups: list[dict[str, Any]], shards: Any, **settings: Any) -> Optimizer:

@@ -34,7 +34,7 @@ class DrafterStage(Stage):
     Args:
         build: makes the learner, with the state of a checkpoint where the run goes on.
         pool: buffers that features are read from.
-        writer: writes checkpoints.
+        writer: writes checkpoints; None for a rank that does not.
         profile: steps that are profiled.
         last_step: of the run.
         several_machines: whether ranks tell one another that a user has asked to stop.
@@ -44,7 +44,7 @@ class DrafterStage(Stage):
         self,
         build: Callable[[], Learner],
         pool: FeaturePool,
-        writer: StateWriter,
+        writer: StateWriter | None,
         profile: StepProfile | None = None,
         last_step: int = 0,
         several_machines: bool = False,
@@ -73,16 +73,20 @@ class DrafterStage(Stage):
             self._learner.hold_for_validation(FeatureBatch(message.host, batch.features.clone(), kept))
             yield BufferReleased(message.buffer)
         elif isinstance(message, TakeStep):
-            self._writer.check()
+            if self._writer is not None:
+                self._writer.check()
             with device_errors(DrafterError, lambda: out_of_memory_in_step(self._learner)):
                 report = self._learner.step(message.planned)
             if self._profile is not None:
                 self._profile.after(message.planned.step, last=message.planned.step == self._last_step)
             yield StepTaken(report, self._agree(message))
         elif isinstance(message, SaveCheckpoint):
-            self._learner.save(self._writer, message.step, message.note)
-            if message.last:
-                self._writer.wait()
+            if self._writer is None:
+                self._learner.state_dict()  # takes part where ranks share the optimizer's state out
+            else:
+                self._learner.save(self._writer, message.step, message.note)
+                if message.last:
+                    self._writer.wait()
             yield CheckpointTaken(message.step)
 
     def _read(self, message: DrafterTask | ValidationTask | MemoryProbe) -> FeatureBatch:

@@ -259,12 +259,15 @@ class Coordinator:
             self._to_save = planned.step
 
     def _save(self, step: int) -> None:
-        """Ranks are equal after every step: the first of all writes the checkpoint."""
+        """Ranks are equal after every step: the first of all writes the checkpoint, the others of its machine give it
+        what they alone hold of the optimizer's state."""
         if not self._nodes.first:
             return
         self._to_save = None
-        self._num_saving += 1
-        self._drafters[0].send(SaveCheckpoint(step, self._saves.announce(step), last=not self._steps))
+        self._num_saving += len(self._drafters)
+        save = SaveCheckpoint(step, self._saves.announce(step), last=not self._steps)
+        for worker in self._drafters:
+            worker.send(save)
 
     def _listen(self) -> Iterator[tuple[StepReport, StepTimes]]:
         """Wait a moment for replies and react to them."""

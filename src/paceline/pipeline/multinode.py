@@ -481,6 +481,16 @@ class RankInfo:
         )
         return dist.group.WORLD
 
+    def machine_group(self) -> Any:
+        """The torch.distributed group of this machine's ranks; all ranks ask, once, after `join`."""
+        import torch.distributed as dist
+
+        if not self.across_machines:
+            return dist.group.WORLD
+        here = self.on_this_machine
+        groups = [dist.new_group(list(range(first, first + here))) for first in range(0, self.size, here)]
+        return groups[self.node.number]
+
 
 @contextmanager
 def rank_groups(nodes: Nodes, num_here: int) -> Generator[Sequence[RankInfo | None]]:

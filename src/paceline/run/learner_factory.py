@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from paceline.checkpoint import checkpoints
 from paceline.config import DrafterConfig, ObjectiveConfig, OptimizerConfig, TargetConfig, devices_of
@@ -54,6 +55,7 @@ class LearnerFactory:
         Args:
             weights: what the loaded target hands over; read from its files where None.
         """
+        from paceline.drafter.distributed import broadcast_state
         from paceline.drafter.learner import Learner
         from paceline.target_model.shared_weights import load_shared_weights
         from paceline.target_model.teacher import Teacher
@@ -61,6 +63,8 @@ class LearnerFactory:
         if weights is None:
             # In the type of the loaded target, so that all modes train on the same numbers.
             weights = load_shared_weights(self.target, self.target.dtype, with_teacher=self.objective.needs_teacher)
+        world = self.group.join(self.device) if self.group else None
+        shards = self.group.machine_group() if self.group and self.optimizer.shard else None
         learner = Learner(
             self.spec,
             embedding=weights.embedding,
@@ -71,13 +75,20 @@ class LearnerFactory:
             total_steps=self.total_steps,
             seed=self.seed,
             device=self.device,
-            world=self.group.join(self.device) if self.group else None,
+            world=world,
+            shards=shards,
             teacher=Teacher(weights.teacher, self.device) if weights.teacher is not None else None,
         )
-        if self.group is not None and self.group.across_machines:
-            self._start_as_the_first(learner, self.group)
+        if self.group is not None and self.group.across_machines:  # rank 0 alone reads: the disk need not be shared
+            assert learner.world is not None, "the rank has joined its group"
+            mine = self._start(learner) if self.group.rank == 0 else None
+            state = broadcast_state(mine, learner.world, learner.device)
         else:
-            self._begin(learner)
+            state = self._start(learner)
+        if "optimizer" in state:
+            learner.load_state_dict(state)
+        else:
+            learner.network.load_state_dict(state["network"])
         return learner
 
     def _in_passes(self, *, tied: bool) -> DrafterConfig:
@@ -100,23 +111,13 @@ class LearnerFactory:
         room = int(CARD_SHARE * total_bytes(self.device)) // (1 + self.beside) - allocated_bytes(self.device)
         return self.drafter.model_copy(update={"positions_per_pass": fitting_positions(shape, self.most_tokens, room)})
 
-    def _begin(self, learner: Learner) -> None:
-        """Take on the checkpoint that the run continues from, or the drafter folder that it begins with."""
+    def _start(self, learner: Learner) -> Mapping[str, Any]:
+        """The checkpoint that the run continues from; where it begins, the weights alone."""
         if self.first_step:
-            learner.load_state_dict(checkpoints.read_checkpoint(self.run_dir, self.first_step))
-        elif self.drafter.init is not None:
-            learner.network.load_state_dict(initial_weights(self.drafter.init))
-
-    def _start_as_the_first(self, learner: Learner, group: RankInfo) -> None:
-        """All ranks take on the state of rank 0, which alone reads the checkpoint: the disk need not be shared."""
-        from paceline.drafter.distributed import broadcast_state
-
-        assert learner.world is not None, "the rank has joined its group"
-        state = None
-        if group.rank == 0:
-            self._begin(learner)
-            state = learner.state_dict()
-        learner.load_state_dict(broadcast_state(state, learner.world, learner.device))
+            return checkpoints.read_checkpoint(self.run_dir, self.first_step)
+        if self.drafter.init is not None:
+            return {"network": initial_weights(self.drafter.init)}
+        return {"network": learner.network.state_dict()}
 
 
 def learner_factory(run: Run, rank: int = 0, group: RankInfo | None = None) -> LearnerFactory:

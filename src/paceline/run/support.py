@@ -106,6 +106,11 @@ def _drafter_errors(settings: Settings) -> Iterator[str]:
         if on_cpu and getattr(settings.drafter, key) == value:
             other = "split" if key == "attention" else "tiled"
             yield f"drafter.{key}: {value} trains on CUDA only, and a drafter rank is on cpu; use {other}"
+    if settings.optimizer.shard and len(settings.flow.drafter_devices) < 2:
+        yield (
+            "optimizer.shard: the ranks of a machine share the optimizer's state out, and flow.drafter_devices lists "
+            f"{len(settings.flow.drafter_devices)}; list several, or drop it"
+        )
     if settings.drafter.head != "tiled" and settings.objective.needs_teacher:
         yield (
             f"drafter.head: {settings.drafter.head} knows cross entropy alone, and objective.terms has terms that need "
