@@ -115,9 +115,9 @@ def test_a_worker_on_several_devices_is_shared_out(settings: Settings) -> None:
 def test_the_evaluator_holds_both_models_in_its_own_type(settings: Settings) -> None:
     spec = spec_of(settings)
     assert memory_budget.evaluator_bytes(1000, spec, settings) == {}
-    evaluate = settings.evaluate.model_copy(update={"device": "cpu"})
+    evaluate = settings.evaluate.model_copy(update={"device": "cpu", "dtype": "float32"})
     held = memory_budget.evaluator_bytes(1000, spec, settings.model_copy(update={"evaluate": evaluate}))
-    assert (settings.target.dtype, settings.evaluate.dtype) == ("bfloat16", "float32")
+    assert (settings.target.dtype, settings.decode_dtype) == ("bfloat16", "bfloat16")
     assert held == {
         "weights of the target": 2000,
         "weights of the drafter": 4 * sum(p.numel() for p in Drafter(spec).parameters()),

@@ -10,10 +10,12 @@ import pytest
 
 from paceline.cli import evaluate as command
 from paceline.cli import main
-from paceline.config import DrafterConfig
+from paceline.cli.evaluate import _device_of
+from paceline.config import DrafterConfig, load_settings
 from paceline.data.tokenizer import load_tokenizer, mask_token_id
 from paceline.drafter.network import Drafter
 from paceline.drafter.spec import derive_spec
+from paceline.evaluate.evaluator import conditions_of
 from paceline.export.zlab import write_zlab
 from paceline.target_model.facts import describe
 from paceline.target_model.taps import default_taps
@@ -186,3 +188,29 @@ def test_all_drafters_are_checked_before_the_first_decodes(target, folder, demo_
     words = ["evaluate", folder, str(other), "--target", target, "--prompts", str(demo_assets / "heldout.jsonl")]
     assert main(words) in (1, 2)
     assert "cannot be read as safetensors" in " ".join(capsys.readouterr().err.split()) and not decoded
+
+
+@pytest.mark.parametrize(
+    ("devices", "cards", "expected", "said"),
+    [
+        (["cuda:1", "cuda:2"], 4, "cuda:1", ""),
+        (["cuda:0+cuda:1"], 2, "cuda:0+cuda:1", ""),
+        (["cuda:1"], 1, "cpu", "decoding on cpu in bfloat16: cuda:1: this machine has 1 CUDA device"),
+        (["cpu"], 4, "cpu", ""),
+    ],
+)
+def test_a_run_is_decoded_as_it_was_trained(devices, cards, expected, said, capsys, monkeypatch):
+    monkeypatch.setattr("paceline.device.num_cards", lambda: cards)
+    settings = load_settings(None, {"run_dir": ".", "target.path": "x", "flow.target_devices": json.dumps(devices)})
+    assert _device_of(settings) == expected
+    assert capsys.readouterr().err.startswith(said)
+    assert settings.decode_dtype == conditions_of(settings)["dtype"] == "bfloat16"
+    exact = load_settings(None, {"run_dir": ".", "target.path": "x", "evaluate.dtype": "float64"})
+    assert conditions_of(exact)["dtype"] == "float64"
+
+
+def test_the_target_is_loaded_in_its_own_type(target, folder, demo_assets, capsys):
+    words = [folder, "--target", target, "--prompts", str(demo_assets / "heldout.jsonl"), "--json"]
+    assert main(["evaluate", *words, *LIMITS, "--target.dtype", "float32"]) == 0
+    (report,) = json.loads(capsys.readouterr().out).values()
+    assert report["dtype"] == report["conditions"]["dtype"] == "float32"

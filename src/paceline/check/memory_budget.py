@@ -59,7 +59,7 @@ def evaluator_bytes(weights: int, spec: DrafterSpec, settings: Settings) -> dict
     """Bytes of the device that decodes while training continues, without caches; empty without one."""
     if settings.evaluate.device is None:
         return {}
-    width = settings_bytes(settings.evaluate.dtype)
+    width = settings_bytes(settings.decode_dtype)
     return {
         "weights of the target": weights * width // settings_bytes(settings.target.dtype),
         "weights of the drafter": memory.num_parameters(spec) * FLOAT32,

@@ -20,7 +20,7 @@ from paceline.checkpoint.run_directory import (
     read_run_settings,
 )
 from paceline.cli import command
-from paceline.config import Settings
+from paceline.config import Settings, devices_of
 from paceline.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -55,8 +55,9 @@ class Arguments:
     """Folder or hub name of the target. Unset: the run's; needed for drafter folders."""
     step: int | None = None
     """Checkpoint of a run. Unset: the newest."""
-    device: str = "cpu"
-    """Where both models run, for example cuda:0."""
+    device: str | None = None
+    """Where both models run, for example cuda:0. Unset: where the run's first target ran, if this machine has that
+    device, else cpu."""
     lossless: bool = True
     """Also decode plainly, and compare."""
     other_target: bool = False
@@ -78,7 +79,8 @@ def run(argv: Sequence[str]) -> int:
         from paceline.evaluate.plots import check_kind
 
         check_kind(arguments.plot)
-    _check_device(arguments.device)
+    if arguments.device is not None:
+        _check_device(arguments.device)
     sources = [_source(path, arguments, overrides) for path in arguments.drafters]
     # All are read and checked before the first is decoded, which may take long.
     loaded = [load_network(path, step) for path, (_, step) in zip(arguments.drafters, sources, strict=True)]
@@ -86,9 +88,8 @@ def run(argv: Sequence[str]) -> int:
         _check_target(path, settings, network, other_target=arguments.other_target)
     reports: dict[str, EvaluationReport] = {}
     for path, (settings, _), (network, at) in zip(arguments.drafters, sources, loaded, strict=True):
-        report = evaluate_drafter(
-            settings, network, title=str(path), device=arguments.device, check_lossless=arguments.lossless
-        )
+        device = arguments.device or _device_of(settings)
+        report = evaluate_drafter(settings, network, title=str(path), device=device, check_lossless=arguments.lossless)
         reports[str(path)] = report
         for line in report.set_aside:
             command.stderr.print(escape(line), soft_wrap=True)
@@ -114,7 +115,7 @@ def _is_own(path: Path, settings: Settings, arguments: Arguments) -> bool:
     from paceline.evaluate.evaluator import conditions_of
 
     ours = read_run_settings(path)
-    same = conditions_of(settings.evaluate) == conditions_of(ours.evaluate)
+    same = conditions_of(settings) == conditions_of(ours)
     return same and arguments.prompts is None and settings.target == ours.target
 
 
@@ -122,8 +123,20 @@ def _check_device(name: str) -> None:
     """Refuse a device that this machine does not have."""
     from paceline.device import why_missing
 
-    if reason := why_missing(name):
-        raise ConfigError(f"--device {reason}")
+    for device in devices_of(name):
+        if reason := why_missing(device):
+            raise ConfigError(f"--device {reason}")
+
+
+def _device_of(settings: Settings) -> str:
+    """Where a run's first target ran; cpu where this machine does not have that, which is said."""
+    from paceline.device import why_missing
+
+    device = settings.flow.target_devices[0]
+    reasons = [reason for name in devices_of(device) if (reason := why_missing(name))]
+    if reasons:
+        command.stderr.print(f"decoding on cpu in {settings.decode_dtype}: {escape(reasons[0])}", soft_wrap=True)
+    return "cpu" if reasons else device
 
 
 def _source(path: Path, arguments: Arguments, overrides: Mapping[str, str]) -> tuple[Settings, int | None]:

@@ -279,8 +279,9 @@ class EvaluateConfig(Section):
     """Longest answer."""
     batch_size: int = Field(default=1, ge=1)
     """Prompts that are decoded at once. Targets with recurrent layers decode one at a time."""
-    dtype: Literal["float64", "float32", "bfloat16"] = "float32"
-    """Compute type of the decode loop. In float64 the output must equal greedy decoding exactly."""
+    dtype: Literal["float64", "float32", "bfloat16", "float16"] | None = None
+    """Compute type of the decode loop. Unset: `target.dtype`, in which the target fits its card. In float64 the output
+    must equal greedy decoding exactly; that of 16 bits differs wherever two tokens are nearly equal."""
     temperature: float = Field(default=0.0, ge=0.0)
     """0 decodes greedily. Above: answers are sampled at it, with the target's exact distribution, and no longer
     compared with plain ones token for token."""
@@ -391,6 +392,11 @@ class Settings(Section):
     """Evaluation."""
     observe: ObserveConfig = ObserveConfig()
     """Metrics and who hears them."""
+
+    @property
+    def decode_dtype(self) -> str:
+        """Compute type of the decode loop, by name."""
+        return self.evaluate.dtype or self.target.dtype
 
     @property
     def store_path(self) -> Path:

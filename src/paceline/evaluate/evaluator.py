@@ -9,9 +9,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.config import EvaluateConfig, Settings
+from paceline.config import Settings
 from paceline.data.tokenizer import load_tokenizer
 from paceline.decode.loop import greedy_decode
+from paceline.device import main_device
 from paceline.evaluate.evaluate import check_way, evaluate
 from paceline.evaluate.prompts import PromptRenderer, render_prompts, with_later_turns
 from paceline.evaluate.report import EvaluationReport
@@ -30,7 +31,7 @@ class Evaluator:
     Args:
         settings: target, held-out files and limits.
         taps: of the drafters.
-        device: where everything runs.
+        device: where everything runs; of several, joined by ``+``, the drafter is on the first.
 
     Raises:
         PacelineError: one line for each error.
@@ -45,14 +46,14 @@ class Evaluator:
         }
         prompts = render_prompts(settings.data.heldout, given.path, self._limits.num_prompts, **way)
         self._tokenizer = load_tokenizer(given.path, given.trust_remote_code)
-        self._target = load_target(given, list(taps), device, self._limits.dtype)
+        self._target = load_target(given, list(taps), device, settings.decode_dtype)
         check_way(self._target, self._limits)
-        self._device = device
+        self._device = main_device(device)
         self.prompts = with_later_turns(
             prompts, PromptRenderer(given.path, **way), self._answer, self._limits.num_prompts
         )
         self._conditions = {
-            **conditions_of(self._limits),
+            **conditions_of(settings),
             "prompts": hashlib.sha256(repr([prompt.ids for prompt in self.prompts]).encode()).hexdigest()[:16],
             "files": [Path(name).name for name in settings.data.heldout],
             "device": device,
@@ -95,11 +96,11 @@ class Evaluator:
         return str(self._tokenizer.decode(answer.ids, skip_special_tokens=True))
 
 
-def conditions_of(settings: EvaluateConfig) -> dict[str, Any]:
+def conditions_of(settings: Settings) -> dict[str, Any]:
     """The settings on which the figures of an evaluation depend, as plain values."""
     kept = {"num_prompts", "max_new_tokens", "dtype", "temperature", "seed"}
     kept |= {"tree_budget", "tree_chain_seed", "tree_temperature"}
-    return settings.model_dump(mode="json", include=kept)
+    return settings.evaluate.model_dump(mode="json", include=kept) | {"dtype": settings.decode_dtype}
 
 
 def text_pieces(tokenizer: Any, ids: Sequence[int]) -> list[str]:
