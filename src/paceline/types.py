@@ -303,6 +303,12 @@ class TargetFacts:
     fingerprint: str
     identity: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def named_tokens(self) -> frozenset[int]:
+        """Tokens to which the configuration gives a meaning: bos, eos, pad."""
+        named = (self.bos_token_id, self.pad_token_id, *self.eos_token_ids)
+        return frozenset(token for token in named if token is not None)
+
 
 def differing_parts(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
     """Parts of a target's identity that are not the same, by name; those that only one side has included."""

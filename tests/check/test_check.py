@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,12 +22,13 @@ from paceline.check.context import CheckContext, CheckLimits
 from paceline.check.data_checks import _continues
 from paceline.check.preflight import CHECKS, preflight
 from paceline.check.results import CheckResult
-from paceline.check.run_checks import check_split
+from paceline.check.run_checks import check_disk, check_split
 from paceline.check.sample_data import take_rows
 from paceline.checkpoint.run_directory import open_run
 from paceline.cli import main
 from paceline.config import Settings, load_settings
 from paceline.data.tokenizer import load_tokenizer
+from paceline.drafter import memory
 from paceline.drafter.learner import Learner
 from paceline.drafter.network import Drafter
 from paceline.evaluate import parity
@@ -59,7 +62,9 @@ def make(tmp_path: Path, demo_assets: Path) -> MakeSettings:
 
 def checked(path: Path, capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[int, dict[str, dict[str, Any]]]:
     code = main(["check", str(path), "--json", "--rows", "48", *flags])
-    return code, {entry["name"]: entry for entry in json.loads(capsys.readouterr().out)}
+    out = capsys.readouterr().out
+    assert "paceline-check-" not in out, "scratch files are the tool's own affair"
+    return code, {entry["name"]: entry for entry in json.loads(out)}
 
 
 def findings_of(settings: Settings) -> dict[str, CheckResult]:
@@ -121,6 +126,45 @@ def test_rows_left_out_are_named_by_their_own_place(
     _, found = checked(make(data={"train": [str(mixed)]}), capsys)
     assert found["data"]["status"] == "warn"
     assert f"{mixed}:21" in found["data"]["advice"]
+
+
+def test_warnings_name_the_users_files(make: MakeSettings, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nearly the same chats, of which a warning names one as it names no row that is left out."""
+    words = "It writes the object as text in the JSON format and returns the text as one string to its caller"
+    rows = [
+        [{"role": "user", "content": "What?"}, {"role": "assistant", "content": f"{words}, {n}."}] for n in range(9)
+    ]
+    chats = tmp_path / "mine.jsonl"
+    chats.write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
+    _, found = checked(make(data={"train": [str(chats)]}), capsys)
+    assert f"(first: {chats}:" in found["data"]["advice"] and found["data"]["status"] == "warn"
+
+
+@pytest.mark.parametrize(
+    ("changes", "checkpoints"),
+    [({}, 3), ({"keep_last": 5, "keep_best": "validation/loss"}, 7), ({"keep_every": 4, "export": "zlab"}, 18)],
+)
+def test_checkpoints_are_compared_with_the_disk(
+    changes: dict[str, Any], checkpoints: int, make: MakeSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = load_settings(make(checkpoint=changes))
+    spec = resolve_models(settings).spec
+    context: Any = SimpleNamespace(
+        settings=settings, spec=spec, plan=SimpleNamespace(num_windows=10), material=SimpleNamespace(share=1.0)
+    )
+    drafter = memory.num_parameters(spec)
+    one = drafter * 8 + (2 * drafter if "export" in changes else 0)  # Muon: masters and one moment, in float32
+    found = check_disk(context)
+    assert found.status == "pass" and found.figures["needed"] == checkpoints * one
+    disk = SimpleNamespace(f_bavail=checkpoints * one - 1, f_frsize=1, f_files=9, f_favail=10**6)
+    monkeypatch.setattr(os, "statvfs", lambda _: disk)
+    assert check_disk(context).status == "fail"
+    disk.f_bavail += 1
+    assert check_disk(context).status == "pass"
+    disk.f_favail = 8
+    assert check_disk(context).status == "fail" and "inodes" in check_disk(context).detail
+    disk.f_files = disk.f_favail = 0  # a disk that does not count them
+    assert check_disk(context).status == "pass"
 
 
 def test_a_learning_rate_of_nothing_does_not_overfit(make: MakeSettings, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from paceline.config import load_settings
+from paceline.target_model.taps import check_taps
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted(path for folder in ("examples", "src") for path in (ROOT / folder).rglob("*.y*ml"))
@@ -21,3 +22,7 @@ def test_every_shipped_settings_file_loads(path: Path) -> None:
     settings = load_settings(path)
     if path.stem == "eight_gpus":
         assert len(settings.flow.target_devices) + len(settings.flow.drafter_devices) == 8
+
+
+def test_the_example_for_a_cpu_taps_a_model_of_four_layers() -> None:
+    check_taps(load_settings(ROOT / "examples" / "cpu.yaml").target.taps or [], 4)

@@ -13,7 +13,7 @@ import pytest
 from paceline.cli import main
 from paceline.cli.prepare import draw_sample
 from paceline.data.store import open_store
-from paceline.data.tokenizer import load_tokenizer, mask_token_id
+from paceline.data.tokenizer import load_tokenizer
 from paceline.errors import DataError
 from paceline.evaluate.prompts import render_prompts
 
@@ -97,7 +97,6 @@ def test_prompts_are_rendered_as_they_are_served(tmp_path: Path, chatml: str, wr
     assert len(render_prompts([rows], chatml, 2)) == 2
     with pytest.raises(DataError, match="no row with a question to evaluate; for example"):
         render_prompts([write_rows([{"text": "no chat"}], "other.jsonl")], chatml, None)
-    assert mask_token_id(tokenizer) is None
 
 
 def test_own_answers_are_told_from_others(

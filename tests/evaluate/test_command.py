@@ -12,7 +12,7 @@ from paceline.cli import evaluate as command
 from paceline.cli import main
 from paceline.cli.evaluate import _device_of
 from paceline.config import DrafterConfig, load_settings
-from paceline.data.tokenizer import load_tokenizer, mask_token_id
+from paceline.data.tokenizer import load_tokenizer
 from paceline.drafter.network import Drafter
 from paceline.drafter.spec import derive_spec
 from paceline.evaluate.evaluator import conditions_of
@@ -32,7 +32,7 @@ def target(demo_assets):
 def folder(target, tmp_path_factory):
     """An exported random drafter of the embedded target."""
     facts = describe(target)
-    mask = mask_token_id(load_tokenizer(target, False))
+    mask = load_tokenizer(target, False).mask_token_id
     spec = derive_spec(DrafterConfig(num_layers=1, block_size=4), facts, default_taps(facts.num_layers, 2), mask)
     out = tmp_path_factory.mktemp("drafter") / "zlab"
     write_zlab(out, spec, Drafter(spec).state_dict(), facts, dtype="float32")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from paceline.errors import TargetError
@@ -32,6 +34,7 @@ def test_too_many_taps_for_the_depth_are_refused(num_layers, num_taps):
     with pytest.raises(TargetError, match=r"lower num_taps or list `target.taps`") as error:
         default_taps(num_layers, num_taps)
     assert len(error.value.errors) == 1
+    check_taps(json.loads(str(error.value).rpartition("for example target.taps: ")[2]), num_layers)
 
 
 @pytest.mark.parametrize(

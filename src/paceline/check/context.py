@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from paceline.check.sample_data import SampleData, few_samples, gather, plan_of
+from paceline.check.sample_data import SampleData, few_samples, gather, plan_of, user_places
 from paceline.config import Settings
 from paceline.device import synchronize
 from paceline.drafter.learner import Learner
@@ -72,6 +72,11 @@ class CheckContext:
     def material(self) -> SampleData:
         """The data."""
         return gather(self.settings, self.folder, self.limits.rows)
+
+    def user_places(self, text: str) -> str:
+        """A text with the user's files instead of the scratch files."""
+        origins = self.material.origins if "material" in self.__dict__ else {}
+        return user_places(text, self.folder, origins, self.settings.data.train)
 
     @cached_property
     def plan(self) -> EpochPlan:

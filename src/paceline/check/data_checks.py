@@ -51,19 +51,13 @@ def check_data(context: CheckContext) -> CheckResult:
     if share <= LEFT_OUT and not warnings and not other:
         return CheckResult("data", "pass", detail, figures=figures)
     words = [
-        f"{count.count} {REASONS[key]}, first {_origin(context, count.example)}"
+        f"{count.count} {REASONS[key]}, first {count.example}"
         for key, count in sorted(report.set_aside.items(), key=lambda item: -item[1].count)
     ]
     advice = "; ".join([*([other] if other else []), *words[:3], *warnings[:2]])
     if words or warnings:
         advice += "; see all with `paceline prepare`"
     return CheckResult("data", "warn", detail, advice, figures)
-
-
-def _origin(context: CheckContext, example: str) -> str:
-    """Where the user finds a row that was copied into the scratch file."""
-    line = example.rpartition(":")[2]
-    return context.material.origins.get(int(line), example) if line.isdigit() else example
 
 
 def check_template(context: CheckContext) -> CheckResult:
@@ -96,7 +90,7 @@ def check_template(context: CheckContext) -> CheckResult:
             equal += 1
             switched.update(f"{name}={json.dumps(value)}" for name, value in prompt.variables.items())
         else:
-            first = first or _origin(context, prompt.id)
+            first = first or prompt.id
     if not compared:
         return CheckResult("template", "skipped", "no usable row has a question before its last answer")
     detail = f"{equal} of {compared} answers continue the prompt that a server renders, token for token"

@@ -14,7 +14,7 @@ from paceline.check.context import CheckContext, CheckLimits
 from paceline.check.data_checks import check_data, check_mask_token, check_template
 from paceline.check.model_checks import check_decode, check_overfit, check_taps, check_target
 from paceline.check.results import CheckResult
-from paceline.check.run_checks import check_memory, check_plan, check_split, check_time
+from paceline.check.run_checks import check_disk, check_memory, check_plan, check_split, check_time
 from paceline.checkpoint import run_directory
 from paceline.checkpoint.checkpoints import steps
 from paceline.config import Settings
@@ -45,7 +45,8 @@ def check_drafter(context: CheckContext) -> CheckResult:
         check_init(settings.drafter.init, spec, settings.target.path)
     detail = (
         f"{spec.num_layers} layers, block {spec.block_size}, hidden {spec.hidden_size}, for {facts.architecture} with "
-        f"{facts.num_layers} layers, taps {taps}"
+        f"{facts.num_layers} layers, taps {taps}, mask token {context.models.mask}"
+        + (", a spare one: the tokenizer has no mask token" if context.models.mask.note else "")
     )
     notes = training_notes(spec)
     return CheckResult("drafter", "warn" if notes else "pass", detail, "; ".join(notes))
@@ -57,6 +58,7 @@ CHECKS: dict[str, tuple[Callable[[CheckContext], CheckResult], tuple[str, ...]]]
     "data": (check_data, ("drafter",)),
     "template": (check_template, ("data",)),
     "plan": (check_plan, ("data",)),
+    "disk": (check_disk, ("plan",)),
     "target": (check_target, ("drafter",)),
     "mask token": (check_mask_token, ("data", "target")),
     "taps": (check_taps, ("data", "target")),
@@ -93,7 +95,12 @@ def preflight(
             result = (
                 CheckResult(name, "skipped", f"needs {', '.join(broken)}") if broken else _run(name, check, context)
             )
-            results[name] = replace(result, seconds=time.perf_counter() - began)
+            results[name] = replace(
+                result,
+                detail=context.user_places(result.detail),
+                advice=context.user_places(result.advice),
+                seconds=time.perf_counter() - began,
+            )
             report(name, results[name])
     return list(results.values())
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,8 +15,10 @@ from paceline.check.context import CheckContext
 from paceline.check.model_checks import weights_bytes
 from paceline.check.results import CheckResult
 from paceline.check.sample_data import collated
+from paceline.checkpoint.checkpoints import steps
 from paceline.config import devices_of
 from paceline.device import peak_allocated_bytes, peak_resident_bytes, total_bytes
+from paceline.drafter import memory
 from paceline.drafter.learner import Learner
 from paceline.drafter.memory import CARD_SHARE
 from paceline.text import duration, size
@@ -22,6 +26,8 @@ from paceline.types import FeatureBatch, PlannedStep
 
 CLOSE = 1.1
 """A split that is slower than the best by no more than this factor is left alone."""
+FILES = 8
+"""Files of a checkpoint with its export, at most; and of a run beside them."""
 TIMED = (25, 50, 75)
 """Percentiles of the padded tokens at which batches are timed."""
 
@@ -48,6 +54,39 @@ def check_plan(context: CheckContext) -> CheckResult:
         return CheckResult("plan", "pass", detail, figures=figures)
     advice = "`paceline prepare` and `paceline plan` show the whole epoch"
     return CheckResult("plan", "pass", detail, advice, figures)
+
+
+def check_disk(context: CheckContext) -> CheckResult:
+    """Checkpoints and their exports against the free space and the free file entries of the disk."""
+    settings, run_dir = context.settings, Path(context.settings.run_dir)
+    config, windows = settings.checkpoint, settings.train.epochs * context.plan.num_windows / context.material.share
+    total = int(min(windows, settings.train.max_steps or windows))
+    # One more than is kept is there while it is written.
+    kept = config.keep_last + 1 + (config.keep_best is not None) + total // (config.keep_every or total + 1)
+    one = memory.copy_bytes(context.spec, settings.optimizer)
+    export = memory.num_parameters(context.spec) * 2 if config.export != "none" else 0
+    more = max(1, kept - len(steps(run_dir)))
+    needed, files = more * (one + export), more * FILES + FILES
+    place = run_dir.absolute()
+    while not place.is_dir():
+        place = place.parent
+    disk = os.statvfs(place)
+    free, entries = disk.f_bavail * disk.f_frsize, disk.f_favail if disk.f_files else None
+    detail = (
+        f"{run_dir}: {more:,} checkpoints of {size(one)}"
+        + (f" and exports of {size(export)}" if export else "")
+        + f" need {size(needed)}, {size(free)} free"
+    )
+    figures = {"checkpoint": one, "export": export, "checkpoints": more, "needed": needed, "free": free}
+    if needed > free:
+        advice = (
+            "free space, give another run_dir, or lower checkpoint.keep_last, keep fewer with checkpoint.keep_every"
+        )
+        return CheckResult("disk", "fail", detail, advice, figures)
+    if entries is not None and files > entries:
+        detail = f"{run_dir}: about {files} files are made, and the disk has room for {entries} more (inodes)"
+        return CheckResult("disk", "fail", detail, "remove files there, or give another run_dir", figures)
+    return CheckResult("disk", "pass", detail, figures=figures)
 
 
 def train_once(context: CheckContext, learner: Learner, index: int, step: int) -> tuple[float, float, FeatureBatch]:

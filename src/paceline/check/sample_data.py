@@ -25,6 +25,8 @@ from paceline.plan.epoch import EpochPlan
 from paceline.run.training_plan import epoch_plan
 from paceline.types import HostBatch, PlannedBatch, TargetFacts
 
+ROWS = "rows.jsonl"
+"""The scratch file of rows."""
 STRETCHES = 16
 """Rows are taken from about this many places spread over the files."""
 FEW, FEW_TOKENS, FEW_ANCHORS = 8, 512, 16
@@ -70,7 +72,7 @@ def gather(settings: Settings, folder: Path, rows: int) -> SampleData:
     if settings.data.train:
         if settings.data.heldout:
             check_apart(find_files(settings.data.train), find_files(settings.data.heldout, "data.heldout"))
-        chats = folder / "rows.jsonl"
+        chats = folder / ROWS
         origins, total = take_rows(settings.data.train, chats, rows)
         if not origins:
             raise DataError(f"data.train: no rows in {', '.join(settings.data.train)}; give files with one chat a line")
@@ -85,7 +87,9 @@ def gather(settings: Settings, folder: Path, rows: int) -> SampleData:
                 trust_remote_code=target.trust_remote_code,
             )
         except DataError as error:
-            raise DataError(*(_own_places(line, chats, origins) for line in error.errors)) from error
+            raise DataError(
+                *(user_places(line, folder, origins, settings.data.train) for line in error.errors)
+            ) from error
         sample = open_store(folder / "store")
     elif not there:
         raise DataError(f"data.train: empty, and there is no store at {settings.store_path}; name files of chats")
@@ -96,9 +100,18 @@ def gather(settings: Settings, folder: Path, rows: int) -> SampleData:
     return SampleData(sample, False, share, chats, sample, report, origins)
 
 
-def _own_places(line: str, chats: Path, origins: dict[int, str]) -> str:
-    """An error with the places of the user's files instead of those of the scratch file."""
-    return re.sub(rf"{re.escape(str(chats))}:(\d+)", lambda found: origins.get(int(found[1]), found[0]), line)
+def user_places(text: str, folder: Path, origins: dict[int, str], names: list[str]) -> str:
+    """A text with the user's files instead of the scratch files.
+
+    Args:
+        text: for the user.
+        folder: scratch folder.
+        origins: line number in `ROWS` → file:line of the user.
+        names: the training files.
+    """
+    chats = re.escape(str(folder / ROWS))
+    text = re.sub(rf"{chats}:(\d+)", lambda found: origins.get(int(found[1]), ", ".join(names)), text)
+    return re.sub(rf"{re.escape(str(folder))}(/[\w.-]+)*", lambda _: ", ".join(names), text)
 
 
 def take_rows(names: list[str], into: Path, rows: int) -> tuple[dict[int, str], float]:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from paceline.data.report import Count, PrepareReport
     from paceline.data.store import TokenStore
     from paceline.evaluate.on_policy import OnPolicyReport
+    from paceline.types import TargetFacts
 
 _SHOWN_TOKENS = 1500
 """Tokens of a sample that `--show` prints at most."""
@@ -77,25 +78,27 @@ def run(argv: Sequence[str]) -> int:
     return 0
 
 
-def check_prepared(settings: Settings, identity: Mapping[str, str] | None = None) -> None:
+def check_prepared(settings: Settings, facts: TargetFacts | None = None) -> None:
     """Say what does not fit between the store of a run and its target, and refuse a mask token that is in the text.
 
     Args:
         settings: of the run.
-        identity: of its target, where it is known already.
+        facts: of its target, where they are known already.
 
     Raises:
+        ConfigError: the mask token that is asked for cannot be used.
         DataError: the mask token occurs in the text.
     """
     from paceline.data.coverage import beyond_positions, check_mask_token
     from paceline.data.holdout import without_heldout
+    from paceline.data.mask_token import choose_mask_token
     from paceline.data.prepare import other_target
     from paceline.data.store import open_store
-    from paceline.data.tokenizer import load_tokenizer, mask_token_id
+    from paceline.data.tokenizer import load_tokenizer
     from paceline.target_model.facts import identify_target, num_positions
 
     store, target = open_store(settings.store_path), settings.target
-    ours = identify_target(target) if identity is None else identity
+    ours = identify_target(target) if facts is None else facts.identity
     for line in (
         other_target(store.path, ours),
         beyond_positions(store, num_positions(target)),
@@ -104,10 +107,12 @@ def check_prepared(settings: Settings, identity: Mapping[str, str] | None = None
         if line:
             command.notice(line)
     tokenizer = load_tokenizer(target.path, target.trust_remote_code)
-    token = settings.drafter.mask_token_id
-    token = mask_token_id(tokenizer) if token is None else token
-    if token is not None:
-        check_mask_token(store, token, len(tokenizer))
+    size, named = (facts.vocab_size, facts.named_tokens) if facts is not None else (None, frozenset[int]())
+    mask = choose_mask_token(tokenizer, settings.drafter.mask_token_id, size, named)
+    if mask is not None:
+        if mask.note:
+            command.notice(mask.note)
+        check_mask_token(store, mask.id, len(tokenizer))
 
 
 def prepare_run(settings: Settings, *, replace: bool = False) -> PrepareReport:

@@ -122,7 +122,7 @@ def ready_store(settings: Settings, facts: TargetFacts) -> None:
     held_out = settings.data.train and heldout_files(settings.data.heldout, settings.store_path)
     if held_out and not (started and settings.heldout_store_path.is_dir()):
         prepare_heldout(settings)
-    check_prepared(settings, facts.identity)
+    check_prepared(settings, facts)
 
 
 def show_run(run: Run) -> None:

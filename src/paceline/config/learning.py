@@ -48,8 +48,8 @@ class DrafterConfig(Section):
     """Slots of a block; slot 0 holds the anchor, the others are drafts."""
     num_anchors: int = Field(default=512, ge=1, le=2**31 - 1)
     """At most this many anchors a sample and epoch."""
-    mask_token_id: int | None = Field(default=None, ge=0)
-    """Token in the draft slots. Unset: the tokenizer's own mask token, and refused where it has none."""
+    mask_token_id: int | str | None = None
+    """Token in the draft slots, as id or as text. Unset: the tokenizer's own mask token, else a spare one."""
     intermediate_size: int | None = Field(default=None, ge=1)
     """Width of the MLP."""
     num_attention_heads: int | None = Field(default=None, ge=1)

@@ -56,12 +56,6 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedToke
     return found
 
 
-def mask_token_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """Id of the tokenizer's own mask token, or None where it has none."""
-    found = tokenizer.mask_token_id
-    return int(found) if found is not None else None
-
-
 def chat_template(tokenizer: PreTrainedTokenizerBase, *, tools: bool = False) -> str | None:
     """The text of the chat template that serving uses, or None; `tools` asks for the variant for tool calls."""
     templates: Any = tokenizer.chat_template

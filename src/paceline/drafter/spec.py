@@ -147,12 +147,12 @@ def derive_spec(
         config: settings; what they leave unset is taken from the target.
         facts: the target.
         taps: tapped layers, 0-based.
-        mask_token_id: the tokenizer's mask token, or None; `config.mask_token_id` goes first.
+        mask_token_id: of the run, or None; an id in `config.mask_token_id` goes first.
 
     Raises:
         DrafterError: one line per error.
     """
-    mask = config.mask_token_id if config.mask_token_id is not None else mask_token_id
+    mask = config.mask_token_id if isinstance(config.mask_token_id, int) else mask_token_id
     errors = _mask_errors(mask, facts)
     shape: dict[str, Any] = {}
     for name in (

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from paceline.checkpoint import checkpoints, run_directory
 from paceline.config import Settings, devices_of, named_values
 from paceline.data.coverage import check_mask_token
+from paceline.data.mask_token import MaskToken, choose_mask_token
 from paceline.data.store import TokenStore, open_store
-from paceline.data.tokenizer import load_tokenizer, mask_token_id
+from paceline.data.tokenizer import load_tokenizer
 from paceline.drafter.spec import DrafterSpec, derive_spec
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, DrafterError, PacelineError, TargetError
 from paceline.pipeline.feature_pool import FeaturePool
 from paceline.pipeline.multinode import ALONE, Nodes
 from paceline.run.checkpoint_policy import check_saving
@@ -29,6 +30,8 @@ from paceline.target_model.preconditions import check_loadable
 from paceline.target_model.taps import check_taps, default_taps
 from paceline.types import HostBatch, TargetFacts
 
+Made = TypeVar("Made")
+
 
 @dataclass(frozen=True)
 class Models:
@@ -37,11 +40,13 @@ class Models:
     Attributes:
         facts: of the target.
         taps: tapped layers.
+        mask: the token of the draft slots.
         spec: of the drafter.
     """
 
     facts: TargetFacts
     taps: list[int]
+    mask: MaskToken
     spec: DrafterSpec
 
 
@@ -49,23 +54,38 @@ def resolve_models(settings: Settings) -> Models:
     """Facts of the target, taps and drafter of a run; reads configurations and tokenizer only.
 
     Raises:
-        PacelineError: one line per error.
+        PacelineError: one line per error, those of taps, mask token and sizes together.
     """
     check_loadable(settings.target, devices_of(settings.flow.target_devices[0])[0])
     facts = describe_target(settings.target)
+    named = facts.named_tokens
+    errors: list[PacelineError] = []
+
+    def attempt(make: Callable[[], Made]) -> Made | None:
+        try:
+            return make()
+        except (ConfigError, DrafterError, TargetError) as error:
+            errors.append(error)
+            return None
+
+    tokenizer = load_tokenizer(settings.target.path, settings.target.trust_remote_code)
+    taps = attempt(lambda: _taps(settings, facts))
+    mask = attempt(lambda: choose_mask_token(tokenizer, settings.drafter.mask_token_id, facts.vocab_size, named))
+    # Where taps or mask token cannot be used, the sizes are looked at with others.
+    mask_id = mask.id if mask is not None else next(token for token in range(facts.vocab_size) if token not in named)
+    drafter = settings.drafter.model_copy(update={"mask_token_id": mask_id})
+    spec = attempt(lambda: derive_spec(drafter, facts, taps or [0], mask_id))
+    if taps is None or mask is None or spec is None:
+        raise type(errors[0])(*(line for error in errors for line in error.errors))
+    return Models(facts, taps, mask, spec)
+
+
+def _taps(settings: Settings, facts: TargetFacts) -> list[int]:
     taps = settings.target.taps
     if taps is None:
         taps = default_taps(facts.num_layers, settings.target.num_taps)
     check_taps(taps, facts.num_layers)
-    mask_id = settings.drafter.mask_token_id
-    if mask_id is None:
-        mask_id = mask_token_id(load_tokenizer(settings.target.path, settings.target.trust_remote_code))
-    if mask_id is None:
-        raise ConfigError(
-            f"drafter.mask_token_id: unset, and the tokenizer of {settings.target.path} names no mask token; "
-            "give the id of a token that never occurs in text"
-        )
-    return Models(facts, list(taps), derive_spec(settings.drafter, facts, taps, mask_id))
+    return list(taps)
 
 
 def build_run(settings: Settings, models: Models, nodes: Nodes = ALONE) -> Run:

@@ -35,9 +35,16 @@ def default_taps(num_layers: int, num_taps: int) -> list[int]:
     if taps != sorted(set(taps)) or taps[0] < 0 or taps[-1] >= num_layers:
         raise TargetError(
             f"target.num_taps = {num_taps}: the usual rule gives {taps} on {num_layers} layers, which are not "
-            f"{num_taps} layers in order; lower num_taps or list `target.taps` yourself (0 to {num_layers - 1})"
+            f"{num_taps} layers in order; lower num_taps or list `target.taps` yourself (0 to {num_layers - 1}), for "
+            f"example target.taps: {_spread(num_layers, num_taps)}"
         )
     return taps
+
+
+def _spread(num_layers: int, num_taps: int) -> list[int]:
+    """As many taps as a shallow target has, evenly from its first layer to the last but one."""
+    count = max(1, min(num_taps, num_layers - 1))
+    return [round(j * (num_layers - 2) / max(1, count - 1)) for j in range(count)]
 
 
 def check_taps(taps: Sequence[int], num_layers: int) -> None:
@@ -57,7 +64,8 @@ def check_taps(taps: Sequence[int], num_layers: int) -> None:
     if outside:
         raise TargetError(
             f"{shown}: no such layer {', '.join(map(str, outside))}; the target has {num_layers} layers, "
-            f"ids 0 to {num_layers - 1} (id i is the output of 0-based layer i)"
+            f"ids 0 to {num_layers - 1} (id i is the output of 0-based layer i); for example target.taps: "
+            f"{_spread(num_layers, len(taps))}"
         )
     ascending = sorted(set(taps))
     if list(taps) != ascending:
