@@ -6,6 +6,7 @@ import pytest
 from paceline.config.schema import PlanConfig
 from paceline.plan.budget import BatchBudget
 from paceline.plan.epoch import plan_epoch
+from paceline.plan.strategies import grid
 from paceline.plan.strategies.grid import grid_classes
 
 
@@ -35,6 +36,15 @@ def test_grid_needs_no_more_batches_than_sorted(lengths):
         for strategy in ("grid", "sorted")
     }
     assert made["grid"].num_batches == made["sorted"].num_batches
+
+
+@pytest.mark.parametrize("config", [PlanConfig(), PlanConfig(draft_position_budget=9_000, eligible_share=0.3)])
+def test_lengths_that_travel_give_the_plan_of_those_looked_up(config, monkeypatch):
+    lengths = np.clip(np.random.default_rng(1).lognormal(6, 0.8, 3_000), 20, 6_000).astype(int)
+    shape = {"num_anchors": 64, "block_size": 16, "seed": 2, "epoch": 1}
+    made = plan_epoch(lengths, None, config, **shape)
+    monkeypatch.setattr(grid, "fits_word", lambda count, bits: False)
+    assert plan_epoch(lengths, None, config, **shape).fingerprint == made.fingerprint
 
 
 def test_grid_wastes_little_in_a_small_data_set():

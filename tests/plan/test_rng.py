@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.plan.rng import Purpose, ascending, class_order, random_order, stream
+from paceline.plan.rng import Purpose, ascending, class_order, random_order, sorted_words, stream
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 1000, 70_000])
@@ -37,6 +37,15 @@ def test_classes_are_sorted_with_right_bounds(classes, random):
         assert (classes[order[bounds[number] : bounds[number + 1]]] == number).all()
     if not random:
         assert np.array_equal(order, np.argsort(classes, kind="stable"))
+
+
+def test_notes_travel_with_their_items_and_change_no_order():
+    random = np.random.default_rng(0)
+    classes, notes = random.integers(0, 7, 70_000).astype(np.uint8), random.integers(0, 64, 70_000).astype(np.uint16)
+    order, bounds = class_order(classes, 7, stream(3, 0, Purpose.COMPOSE))
+    words, same = sorted_words(70_000, lambda part: (classes[part], notes[part]), 7, stream(3, 0, Purpose.COMPOSE), 6)
+    assert np.array_equal(words >> 6, order) and np.array_equal(same, bounds)
+    assert np.array_equal(words & 63, notes[order])
 
 
 @settings(max_examples=60, deadline=None)

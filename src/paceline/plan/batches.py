@@ -14,7 +14,7 @@ import numpy as np
 
 from paceline.plan.budget import BatchBudget
 from paceline.plan.entries import Entries
-from paceline.plan.rng import index_dtype
+from paceline.plan.rng import chunks, index_dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,8 @@ class Batches:
         order: entries, batch after batch, int32 or int64 [E].
         offsets: batch m is ``order[offsets[m] : offsets[m + 1]]``, int64 [M + 1].
         width: padded width of each batch, int32 [M]; for packed bins the width of the longest document.
-        ascending: whether batches already ascend in length.
+        length: how long the samples of each batch are, by which windows are balanced, int64 [M]: the width where the
+            batches ascend, else the mean length × 1024. Integers, so that no platform rounds differently.
         packed: whether a batch is a bin of documents that a forward keeps apart, not a padded rectangle.
         bucket: bucket of each batch, uint16 [M], where the strategy knows it; None: by the width.
     """
@@ -33,7 +34,7 @@ class Batches:
     order: np.ndarray
     offsets: np.ndarray
     width: np.ndarray
-    ascending: bool = False
+    length: np.ndarray
     packed: bool = False
     bucket: np.ndarray | None = None
 
@@ -44,11 +45,41 @@ class Batches:
 
 
 def composed(
-    order: np.ndarray, offsets: np.ndarray, lengths: np.ndarray, limits: BatchBudget, *, packed: bool = False
+    order: np.ndarray,
+    offsets: np.ndarray,
+    lengths: np.ndarray,
+    limits: BatchBudget,
+    *,
+    packed: bool = False,
+    edges: np.ndarray | None = None,
 ) -> Batches:
-    """A composition with widths taken from each batch's longest entry."""
-    longest = np.maximum.reduceat(lengths[order], offsets[:-1])
-    return Batches(order, offsets, limits.widths(longest).astype(np.int32), packed=packed)
+    """A composition whose widths, and buckets where there are ``edges``, are those of each batch's longest entry.
+
+    Args:
+        order, offsets: of the composition.
+        lengths: of the entries in this order [E].
+        limits: for the widths.
+        packed: see `Batches`.
+        edges: upper ends of the buckets.
+    """
+    offsets = offsets.astype(index_dtype(len(order) + 1))
+    longest = np.maximum.reduceat(lengths, offsets[:-1])
+    real_tokens = np.concatenate(
+        [  # in parts, as the sum makes a wide copy
+            np.add.reduceat(
+                lengths[offsets[part.start] : offsets[part.stop]], offsets[part] - offsets[part.start], dtype=np.int64
+            )
+            for part in chunks(len(longest))
+        ]
+    )
+    return Batches(
+        order,
+        offsets,
+        limits.widths(longest).astype(np.int32),
+        real_tokens * 1024 // np.diff(offsets),
+        packed,
+        None if edges is None else np.searchsorted(edges, longest).astype(np.uint16),
+    )
 
 
 def cut_runs(bounds: np.ndarray, widths: np.ndarray, limits: BatchBudget, drafts: np.ndarray | None) -> np.ndarray:
@@ -64,25 +95,25 @@ def cut_runs(bounds: np.ndarray, widths: np.ndarray, limits: BatchBudget, drafts
         Offsets of the batches, int64 [M + 1]: the fewest contiguous batches that the budgets allow.
     """
     limit = limits.draft_limit
-    summed = None if drafts is None else np.concatenate([np.zeros(1, np.int64), np.cumsum(drafts, dtype=np.int64)])
     pieces: list[np.ndarray] = [np.zeros(1, np.int64)]
     start = 0  # of the batch that is still open
     for run in np.flatnonzero(np.diff(bounds)).tolist():
         first, end, capacity = int(bounds[run]), int(bounds[run + 1]), limits.capacity(int(widths[run]))
         stop = min(start + capacity, end)
-        if summed is not None:
-            stop = min(stop, int(np.searchsorted(summed, summed[start] + limit, side="right")) - 1)
+        if drafts is not None:
+            held = np.cumsum(drafts[start : max(stop, first)])
+            stop = min(stop, start + int(np.searchsorted(held, limit, side="right")))
         stop = max(stop, first)
         if stop == end:
             continue
         if stop > start:
             pieces.append(np.array([stop], np.int64))
             start = stop
-        if drafts is not None and summed is not None:
+        if drafts is not None:
             own = drafts[start:end]
             most = int(own.max())
             if most * capacity > limit and int(own.min()) < most:
-                pieces.append(_cut_by_drafts(summed[start : end + 1], capacity, limit) + start)
+                pieces.append(_cut_by_drafts(own, capacity, limit) + start)
                 start = int(pieces[-1][-1]) if len(pieces[-1]) else start
                 continue
             capacity = min(capacity, limit // max(most, 1))
@@ -94,13 +125,15 @@ def cut_runs(bounds: np.ndarray, widths: np.ndarray, limits: BatchBudget, drafts
     return np.concatenate(pieces)
 
 
-def _cut_by_drafts(summed: np.ndarray, capacity: int, limit: int) -> np.ndarray:
+def _cut_by_drafts(drafts: np.ndarray, capacity: int, limit: int) -> np.ndarray:
     """Ends of the batches inside one run whose samples differ in draft positions; the last batch stays open, int64.
 
     The end of a batch from any sample on is found for all samples at once; following the ends from the first sample is
     then a loop of one look-up a batch.
     """
-    count = len(summed) - 1
+    count = len(drafts)
+    summed = np.zeros(count + 1, np.int64)
+    np.cumsum(drafts, out=summed[1:])
     reach = np.searchsorted(summed, summed[:-1] + limit, side="right") - 1
     ends = np.minimum(reach, np.arange(count) + capacity).data
     found, place = [], 0
@@ -140,10 +173,9 @@ def cut_sequence(widths: np.ndarray, limits: BatchBudget, drafts: np.ndarray | N
 
 def cut_and_compose(order: np.ndarray, entries: Entries, limits: BatchBudget) -> Batches:
     """Composition of entries in any order, cut greedily."""
-    widths = limits.widths(entries.lengths[order])
-    drafts = entries.drafts[order] if entries.drafts is not None else None
-    offsets = cut_sequence(widths, limits, drafts)
-    return composed(order, offsets.astype(index_dtype(len(order) + 1)), entries.lengths, limits)
+    lengths = entries.lengths.take(order)
+    offsets = cut_sequence(limits.widths(lengths), limits, entries.drafts(order, lengths))
+    return composed(order, offsets, lengths, limits)
 
 
 def cut_classes(
@@ -153,28 +185,26 @@ def cut_classes(
 
     A batch belongs to the bucket of its longest entry.
     """
-    widths = limits.widths(entries.lengths[order])
-    drafts = entries.drafts[order] if entries.drafts is not None else None
+    lengths = entries.lengths.take(order)
+    widths, drafts = limits.widths(lengths), entries.drafts(order, lengths)
     pieces = [np.zeros(1, np.int64)]
     for start, stop in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
         if stop > start:
             part = drafts[start:stop] if drafts is not None else None
             pieces.append(cut_sequence(widths[start:stop], limits, part)[1:] + start)
-    offsets = np.concatenate(pieces).astype(index_dtype(len(order) + 1))
-    longest = np.maximum.reduceat(entries.lengths[order], offsets[:-1])
-    bucket = np.searchsorted(edges, longest).astype(np.uint16)
-    return Batches(order, offsets, limits.widths(longest).astype(np.int32), bucket=bucket)
+    return composed(order, np.concatenate(pieces), lengths, limits, edges=edges)
 
 
 def class_composition(
     order: np.ndarray, bounds: np.ndarray, class_widths: np.ndarray, limits: BatchBudget, drafts: np.ndarray | None
 ) -> Batches:
-    """Composition of entries sorted by width class: cut in runs, every batch as wide as its longest class."""
-    offsets = cut_runs(bounds, class_widths, limits, drafts[order] if drafts is not None else None)
-    last = np.searchsorted(bounds, offsets[1:] - 1, side="right") - 1
-    width = class_widths[last].astype(np.int32)
-    offsets = offsets.astype(index_dtype(len(order) + 1))
-    return Batches(order, offsets, width, ascending=True)
+    """Composition of entries sorted by width class: cut in runs, every batch as wide as its longest class.
+
+    ``drafts`` are those of the entries in this order.
+    """
+    offsets = cut_runs(bounds, class_widths, limits, drafts)
+    width = class_widths[np.searchsorted(bounds, offsets[1:] - 1, side="right") - 1]
+    return Batches(order, offsets.astype(index_dtype(len(order) + 1)), width.astype(np.int32), width)
 
 
 def rows_of(composition: Batches, batches: np.ndarray) -> np.ndarray:

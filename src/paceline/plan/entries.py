@@ -55,19 +55,22 @@ class PlanInput:
     seed: int
     groups: Groups | None = None
 
-    def eligible_of(self, rows: np.ndarray | slice) -> np.ndarray:
-        """Eligible anchors of some rows: as given, or the estimated share of the tokens (rounded up), int64."""
-        if self.eligible is not None:
-            return self.eligible[rows].astype(np.int64)
-        share = Fraction(str(self.settings.eligible_share)).limit_denominator(1_000_000)
-        return -(-self.lengths[rows].astype(np.int64) * share.numerator // share.denominator)
+    def eligible_of(self, rows: np.ndarray, lengths: np.ndarray | None = None) -> np.ndarray:
+        """Eligible anchors of some rows: as given, or the estimated share of the tokens (rounded up), integers.
 
-    def anchors_of(self, rows: np.ndarray | slice) -> np.ndarray:
+        ``lengths`` of these rows save a look-up where they are known.
+        """
+        if self.eligible is not None:
+            return self.eligible.take(rows)
+        lengths = self.lengths.take(rows) if lengths is None else lengths
+        if self.settings.eligible_share == 1:
+            return lengths
+        share = Fraction(str(self.settings.eligible_share)).limit_denominator(1_000_000)
+        return -(-lengths.astype(np.int64) * share.numerator // share.denominator)
+
+    def anchors_of(self, rows: np.ndarray, lengths: np.ndarray | None = None) -> np.ndarray:
         """Anchors of some rows that train in one epoch: those eligible, ``num_anchors`` at most, int64."""
-        if self.eligible is None and self.settings.eligible_share == 1:
-            counts = self.lengths[rows]  # every token; compared in its own small type, which is much faster
-        else:
-            counts = self.eligible_of(rows)
+        counts = self.eligible_of(rows, lengths)
         return np.minimum(counts, min(self.num_anchors, np.iinfo(counts.dtype).max)).astype(np.int64)
 
 
@@ -76,17 +79,15 @@ class Entries:
     """The samples of one epoch.
 
     Attributes:
+        given: what the epoch is planned from.
         lengths: tokens of each entry, integers ≥ 1 [E].
-        width_multiple: step of the padded widths.
-        drafts: draft positions of each entry, int64 [E]; None when no budget asks for them.
         rows: row number of each entry [E]; None when entry i is row i.
         left_out: reason → rows that the epoch does not hold, for those reasons that occur.
         kept_over_length: rows over ``max_length`` that are planned all the same.
     """
 
+    given: PlanInput
     lengths: np.ndarray
-    width_multiple: int
-    drafts: np.ndarray | None
     rows: np.ndarray | None
     left_out: dict[str, int] = field(default_factory=dict)
     kept_over_length: int = 0
@@ -104,15 +105,26 @@ class Entries:
     @cached_property
     def histogram(self) -> np.ndarray:
         """Entries per padded width: place c counts width (c + 1) · ``width_multiple``, int64."""
-        return width_histogram(self.lengths, self.width_multiple)
+        return width_histogram(self.lengths, self.given.settings.width_multiple)
 
     def know_histogram(self, counts: np.ndarray) -> None:
         """Takes over a histogram that fell out of other work, instead of counting again."""
         self.__dict__["histogram"] = counts
 
-    def row(self, entry: int) -> int:
-        """Row number of one entry."""
-        return entry if self.rows is None else int(self.rows[entry])
+    def rows_of(self, entries: np.ndarray) -> np.ndarray:
+        """Row numbers of some entries."""
+        return entries if self.rows is None else self.rows[entries]
+
+    def drafts(self, order: np.ndarray, lengths: np.ndarray | None = None) -> np.ndarray | None:
+        """Draft positions of some entries, int64; None when no budget asks for them.
+
+        Args:
+            order: the entries.
+            lengths: theirs, where they are known.
+        """
+        if self.given.settings.draft_position_budget is None:
+            return None
+        return self.given.anchors_of(self.rows_of(order), lengths) * self.given.block_size
 
 
 def width_histogram(lengths: np.ndarray, width_multiple: int) -> np.ndarray:
@@ -211,10 +223,7 @@ def enter(given: PlanInput, epoch: int, carried: np.ndarray | None = None) -> En
     if rows is not None and not rows.size:
         reasons = ", ".join(f"{count} {reason}" for reason, count in left_out.items())
         raise PlanError(f"all {len(lengths)} samples are left out ({reasons}); there is nothing to plan")
-    entering, drafts = lengths if rows is None else lengths[rows], None
-    if settings.draft_position_budget is not None:
-        drafts = given.anchors_of(slice(None) if rows is None else rows) * given.block_size
-    entries = Entries(entering, settings.width_multiple, drafts, rows, left_out, kept_over_length)
+    entries = Entries(given, lengths if rows is None else lengths[rows], rows, left_out, kept_over_length)
     _check_budgets(entries, given)
     return entries
 
@@ -243,7 +252,7 @@ def _check_budgets(entries: Entries, given: PlanInput) -> None:
     longest = entries.longest
     width = limits.width(longest)
     if limits.capacity(width) < 1:
-        row = entries.row(int(entries.lengths.argmax()))
+        row = entries.rows_of(np.array([entries.lengths.argmax()]))[0]
         padded = f", {width} at width_multiple {limits.width_multiple}" if width != longest else ""
         cost = f", costing {limits.cost(width)} with attention" if limits.attention_length is not None else ""
         raise PlanError(
@@ -251,11 +260,16 @@ def _check_budgets(entries: Entries, given: PlanInput) -> None:
             f"{padded}{cost}); raise plan.token_budget to {limits.cost(width)}, or leave such samples out with "
             "plan.max_length"
         )
-    if entries.drafts is not None and int(entries.drafts.max()) > limits.draft_limit:
-        row = entries.row(int(entries.drafts.argmax()))
+    if limits.draft_position_budget is None:
+        return
+    eligible = given.eligible if given.eligible is None or entries.rows is None else given.eligible[entries.rows]
+    counts = entries.lengths if eligible is None else eligible  # an estimate ascends with the length
+    most = np.array([counts.argmax()])
+    drafts = int(given.anchors_of(entries.rows_of(most))[0]) * given.block_size
+    if drafts > limits.draft_position_budget:
         raise PlanError(
-            f"draft_position_budget {limits.draft_position_budget} is smaller than the {int(entries.drafts.max())} "
-            f"draft positions of row {row} (at most {given.num_anchors} anchors × block {given.block_size}); raise "
+            f"draft_position_budget {limits.draft_position_budget} is smaller than the {drafts} draft positions of "
+            f"row {entries.rows_of(most)[0]} (at most {given.num_anchors} anchors × block {given.block_size}); raise "
             "plan.draft_position_budget or lower drafter.num_anchors"
         )
 

@@ -22,7 +22,7 @@ from paceline.plan.buckets import bucket_edges, bucket_of
 from paceline.plan.budget import BatchBudget
 from paceline.plan.entries import Groups, PlanInput, checked_counts, checked_eligible, enter
 from paceline.plan.rng import Purpose, stream
-from paceline.plan.schedule_input import Pool, batch_lengths, rank_batches, split_leftover
+from paceline.plan.schedule_input import Pool, rank_batches, split_leftover
 from paceline.plan.schedules import SCHEDULES
 from paceline.plan.strategies import STRATEGIES
 from paceline.types import PlannedBatch
@@ -233,16 +233,15 @@ def _arranged(
     """The composed batches in training order, and the rows that the next epoch takes over."""
     settings = given.settings
     window_size = settings.accumulate * given.replicas
-    length = batch_lengths(batches, given.lengths)
     ranking, leftover = split_leftover(
-        rank_batches(batches, bucket, length), window_size, stream(given.seed, epoch, Purpose.LEFTOVER)
+        rank_batches(bucket, batches.length), window_size, stream(given.seed, epoch, Purpose.LEFTOVER)
     )
     if settings.leftover == "carry" and not len(ranking):
         raise PlanError(
             f"the {batches.num_batches} micro-batches of epoch {epoch} fill no window of {window_size} "
             "(accumulate × replicas); set plan.leftover: short, or lower plan.accumulate"
         )
-    pool = Pool(ranking, bucket, length, num_buckets, settings.accumulate, given.replicas, epoch)
+    pool = Pool(ranking, bucket, batches.length, num_buckets, settings.accumulate, given.replicas, epoch)
     sequence = SCHEDULES[settings.schedule](pool, settings, stream(given.seed, epoch, Purpose.SCHEDULE))
     if settings.leftover == "carry":
         return sequence, rows_of(batches, leftover)

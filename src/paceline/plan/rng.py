@@ -8,6 +8,7 @@ Shape letters: N items.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from enum import IntEnum
 
 import numpy as np
@@ -53,8 +54,6 @@ def class_order(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Sorts items by class, in random order inside each class.
 
-    One in-place sort of 64-bit integers (class and randomness above, index below): 8 bytes an item beside the result.
-
     Args:
         classes: class of each item, unsigned integers below ``num_classes`` [N].
         num_classes: number of classes.
@@ -64,31 +63,78 @@ def class_order(
         order: items by class, int32 or int64 [N].
         bounds: class c is ``order[bounds[c] : bounds[c + 1]]``, int64 [num_classes + 1].
     """
-    count, class_bits = len(classes), (num_classes - 1).bit_length()
-    if count >= 2**32 or class_bits > 24:
+    words, bounds = sorted_words(len(classes), lambda part: (classes[part], None), num_classes, bits, 0)
+    return as_index(words, len(classes)), bounds
+
+
+def sorted_words(
+    count: int,
+    describe: Callable[[slice], tuple[np.ndarray, np.ndarray | None]],
+    num_classes: int,
+    bits: np.random.BitGenerator | None,
+    note_bits: int,
+) -> tuple[np.ndarray, np.ndarray]:
+    """As `class_order`, and a short note about each item travels with it, so that nobody looks it up afterwards.
+
+    One in-place sort of 64-bit integers (class and randomness above, index and note below), the only large memory.
+
+    Args:
+        count: number of items, N.
+        describe: classes and notes of a range of items; notes are below 2^``note_bits``, None where that is 0.
+        num_classes, bits: as for `class_order`.
+        note_bits: room for notes; needs ``fits_word(count, note_bits)``.
+
+    Returns:
+        words: index · 2^``note_bits`` + note by class, uint32 [N], in memory of their own.
+        bounds: as for `class_order`.
+    """
+    class_bits = (num_classes - 1).bit_length()
+    if not fits_word(count, note_bits) or class_bits > 24:
         raise PlanError(f"{count} samples in {num_classes} length classes are too many; raise plan.width_multiple")
     keys = np.empty(count, "<u8")
-    halves = keys.view("<u4").reshape(count, 2)  # low half: index, high half: class and randomness
-    for start in range(0, count, CHUNK):
-        stop = min(start + CHUNK, count)
-        high = classes[start:stop].astype(np.uint32)
+    halves = keys.view("<u4").reshape(count, 2)  # low half: index and note, high half: class and randomness
+    for part in chunks(count):
+        classes, notes = describe(part)
+        high = classes.astype(np.uint32)
         high <<= np.uint32(32 - class_bits) if class_bits else np.uint32(0)
         if bits is not None:
-            high |= random_halves(bits, stop - start) >> np.uint32(class_bits)
-        halves[start:stop, 1] = high
-        halves[start:stop, 0] = np.arange(start, stop, dtype=np.uint32)
+            high |= random_halves(bits, len(high)) >> np.uint32(class_bits)
+        low = np.arange(part.start, part.stop, dtype=np.uint32)
+        if notes is not None:
+            low <<= np.uint32(note_bits)
+            low |= notes
+        halves[part, 1] = high
+        halves[part, 0] = low
     keys.sort()
     firsts = np.arange(num_classes, dtype=np.uint64) << np.uint64(min(64 - class_bits, 63))
-    bounds = np.empty(num_classes + 1, np.int64)
-    bounds[:-1] = np.searchsorted(keys, firsts)
-    bounds[-1] = count
-    return halves[:, 0].astype(index_dtype(count)), bounds
+    bounds = np.append(np.searchsorted(keys, firsts), count)
+    words = keys.view("<u4")
+    for part in chunks(count):  # the low halves move to the front; the other half of the memory is given back
+        words[part] = halves[part, 0]
+    del words, halves
+    keys.resize((count + 1) // 2, refcheck=False)
+    return keys.view("<u4")[:count], bounds
+
+
+def fits_word(count: int, note_bits: int) -> bool:
+    """Whether the index of each of ``count`` items and a note of so many bits fit 32 bits."""
+    return count << note_bits < 2**32
+
+
+def as_index(words: np.ndarray, count: int) -> np.ndarray:
+    """Indices below ``count`` in their signed type, without a copy where they have its size."""
+    return words.view("<i4") if index_dtype(count).itemsize == 4 else words.astype(np.int64)
+
+
+def chunks(count: int) -> Iterator[slice]:
+    """Ranges of `CHUNK` items at most."""
+    return (slice(start, min(start + CHUNK, count)) for start in range(0, count, CHUNK))
 
 
 def ascending(values: np.ndarray) -> np.ndarray:
     """Items by ascending value, equal ones in their own order, int32 or int64 [N]; values are integers ≥ 0."""
-    if not len(values):
-        return np.empty(0, np.int32)
+    if (values[1:] >= values[:-1]).all():
+        return np.arange(len(values), dtype=index_dtype(len(values)))
     top = int(values.max())
     index_bits = max(len(values) - 1, 1).bit_length()
     if top.bit_length() + index_bits > 64:

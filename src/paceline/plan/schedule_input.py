@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from paceline.plan.batches import Batches
 from paceline.plan.rng import ascending, class_order, random_halves
 
 
@@ -46,28 +45,10 @@ class Pool:
         return len(self.ranking) // self.window_size
 
 
-def batch_lengths(composition: Batches, lengths: np.ndarray) -> np.ndarray:
-    """How long the samples of each batch are, int64 [M]: the width where batches ascend, else the mean length × 1024.
-
-    Integers, so that no platform rounds differently.
-    """
-    if composition.ascending:
-        return composition.width.astype(np.int64)
-    return real_tokens(composition, lengths) * 1024 // np.diff(composition.offsets)
-
-
-def rank_batches(composition: Batches, bucket: np.ndarray, length: np.ndarray) -> np.ndarray:
+def rank_batches(bucket: np.ndarray, length: np.ndarray) -> np.ndarray:
     """Batch ids by ascending bucket, inside a bucket by ascending length, then as composed, int32 [M]."""
-    if composition.ascending:
-        return np.arange(composition.num_batches, dtype=np.int32)
     by_length = ascending(length)
     return by_length[ascending(bucket[by_length])]
-
-
-def real_tokens(composition: Batches, lengths: np.ndarray) -> np.ndarray:
-    """Sum of the lengths of each batch, int64 [M]."""
-    ordered = lengths[composition.order]
-    return np.add.reduceat(ordered, composition.offsets[:-1], dtype=np.int64)
 
 
 def bucket_queues(pool: Pool, bits: np.random.BitGenerator) -> tuple[np.ndarray, np.ndarray]:

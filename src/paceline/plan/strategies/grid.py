@@ -13,15 +13,16 @@ epoch has at most as many batches as ``sorted`` and one more for every joint cla
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
 from paceline.config.schema import PlanConfig
-from paceline.plan.batches import Batches, class_composition, cut_runs
+from paceline.plan.batches import Batches, class_composition, composed, cut_runs
 from paceline.plan.budget import BatchBudget
 from paceline.plan.entries import Entries
-from paceline.plan.rng import class_order, random_order
+from paceline.plan.rng import as_index, chunks, fits_word, random_order, sorted_words
 
 MOST_GROWTH = 1.2
 """Padded tokens of a joint class over those of its parts, at most."""
@@ -44,20 +45,61 @@ class GridClasses:
 
 def compose(entries: Entries, limits: BatchBudget, settings: PlanConfig, bits: np.random.BitGenerator) -> Batches:
     """Micro-batches of one epoch; see the registry for the signature."""
-    q = limits.width_multiple
+    q, count = limits.width_multiple, entries.count
     num_classes = -(-entries.longest // q)
-    classes = width_classes(entries.lengths, q, num_classes)
-    order, bounds = class_order(classes, num_classes, bits)
+    note_bits = (q - 1).bit_length() if fits_word(count, (q - 1).bit_length()) else 0
+    describe = _widths_and_rests(entries.lengths, q, num_classes, with_rests=note_bits > 0)
+    words, bounds = sorted_words(count, describe, num_classes, bits, note_bits)
     entries.know_histogram(np.diff(bounds))
     widths = np.arange(1, num_classes + 1, dtype=np.int64) * q
     made = grid_classes(bounds, widths, limits, settings.grid_class_batches)
-    if not made.joint.any():
-        return class_composition(order, bounds, widths, limits, entries.drafts)
+    lengths = None
+    if made.joint.any() or settings.draft_position_budget is not None:
+        lengths = _sorted_lengths(words, bounds, entries.lengths, q, note_bits)
+    words >>= np.uint32(note_bits)
+    order = as_index(words, count)
+    if lengths is None or not made.joint.any():
+        return class_composition(order, bounds, widths, limits, entries.drafts(order, lengths))
     for start, stop in zip(made.ends[:-1][made.joint].tolist(), made.ends[1:][made.joint].tolist(), strict=True):
-        order[start:stop] = order[start:stop][random_order(bits, stop - start)]
-    cut = class_composition(order, made.ends, made.widths, limits, entries.drafts)
-    longest = np.maximum.reduceat(classes[order], cut.offsets[:-1]).astype(np.int32)
-    return Batches(cut.order, cut.offsets, (longest + 1) * np.int32(q))
+        shuffled = random_order(bits, stop - start)
+        order[start:stop] = order[start:stop][shuffled]
+        lengths[start:stop] = lengths[start:stop][shuffled]
+    offsets = cut_runs(made.ends, made.widths, limits, entries.drafts(order, lengths))
+    return composed(order, offsets, lengths, limits)
+
+
+def _widths_and_rests(
+    lengths: np.ndarray, q: int, num_classes: int, *, with_rests: bool
+) -> Callable[[slice], tuple[np.ndarray, np.ndarray | None]]:
+    """Width class (⌈length / q⌉ − 1) of a range of entries, and what rounding adds to each, in small types."""
+    narrow = _narrow(num_classes * q)
+
+    def describe(part: slice) -> tuple[np.ndarray, np.ndarray | None]:
+        below = lengths[part].astype(narrow)
+        below -= narrow(1)
+        classes = below // narrow(q)
+        if not with_rests:
+            return classes, None
+        below -= classes * narrow(q)
+        return classes, narrow(q - 1) - below
+
+    return describe
+
+
+def _sorted_lengths(words: np.ndarray, bounds: np.ndarray, lengths: np.ndarray, q: int, note_bits: int) -> np.ndarray:
+    """Lengths in sorted order [E]: the width less what rounding added, which travelled along, or else looked up."""
+    if not note_bits:
+        return lengths.take(words)
+    narrow, mask = _narrow((len(bounds) - 1) * q), np.uint32((1 << note_bits) - 1)
+    found = np.repeat((np.arange(1, len(bounds)) * q).astype(narrow), np.diff(bounds))
+    for part in chunks(len(words)):
+        found[part] -= (words[part] & mask).astype(narrow)
+    return found
+
+
+def _narrow(top: int) -> type[np.unsignedinteger]:
+    """Smallest type for whole numbers up to ``top``."""
+    return np.uint16 if top < 2**16 else np.uint32 if top < 2**32 else np.uint64
 
 
 def grid_classes(bounds: np.ndarray, widths: np.ndarray, limits: BatchBudget, class_batches: int) -> GridClasses:
@@ -96,14 +138,3 @@ def grid_classes(bounds: np.ndarray, widths: np.ndarray, limits: BatchBudget, cl
     ends = np.array([0, *(int(starts[group.stop]) for group in groups)], np.int64)
     joint = np.array([len(group) > 1 for group in groups])
     return GridClasses(ends, np.array([own[group.stop - 1] for group in groups], np.int64), joint)
-
-
-def width_classes(lengths: np.ndarray, q: int, num_classes: int) -> np.ndarray:
-    """⌈length / q⌉ − 1 of each entry in the smallest unsigned type, without wide temporaries."""
-    longest = num_classes * q
-    narrow = np.uint16 if longest < 2**16 else np.uint32 if longest < 2**32 else np.uint64
-    classes = lengths.astype(narrow)
-    classes -= narrow(1)
-    if q > 1:
-        classes //= narrow(q)
-    return classes.astype(np.uint8) if num_classes <= 256 else classes

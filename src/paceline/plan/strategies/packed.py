@@ -54,11 +54,12 @@ class _Bins:
 def compose(entries: Entries, limits: BatchBudget, settings: PlanConfig, bits: np.random.BitGenerator) -> Batches:
     """Bins of one epoch; see the registry for the signature."""
     shuffle = random_order(bits, entries.count)
-    sizes = entries.lengths[shuffle].astype(np.int32 if limits.token_budget < 2**31 else np.int64)
+    lengths = entries.lengths.take(shuffle)
+    sizes = lengths.astype(np.int32 if limits.token_budget < 2**31 else np.int64)
     if limits.attention_length is not None:
         wide = sizes.astype(np.int64)
         sizes = wide - (-wide * wide // limits.attention_length)
-    drafts = entries.drafts[shuffle] if entries.drafts is not None else None
+    drafts = entries.drafts(shuffle, lengths)
     samples = _Samples(sizes, drafts, np.empty(entries.count, np.int32))
     waiting = np.arange(entries.count, dtype=index_dtype(entries.count))
     num_bins = 0
@@ -70,8 +71,7 @@ def compose(entries: Entries, limits: BatchBudget, settings: PlanConfig, bits: n
         num_bins += wanted
     num_bins = _best_fit(samples, np.sort(waiting), num_bins, limits)
     order, bounds = class_order(samples.bins.astype(np.uint32), num_bins, None)
-    offsets = bounds.astype(index_dtype(entries.count + 1))
-    return composed(shuffle[order], offsets, entries.lengths, limits, packed=True)
+    return composed(shuffle[order], bounds, lengths[order], limits, packed=True)
 
 
 def _generation(samples: _Samples, waiting: np.ndarray, first: int, wanted: int, limits: BatchBudget) -> np.ndarray:

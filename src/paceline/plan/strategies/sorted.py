@@ -16,4 +16,4 @@ def compose(entries: Entries, limits: BatchBudget, settings: PlanConfig, bits: n
     order = ascending(entries.lengths)
     bounds = np.concatenate([np.zeros(1, np.int64), np.cumsum(entries.histogram)])
     widths = np.arange(1, len(bounds), dtype=np.int64) * limits.width_multiple
-    return class_composition(order, bounds, widths, limits, entries.drafts)
+    return class_composition(order, bounds, widths, limits, entries.drafts(order))
