@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,10 +13,11 @@ from paceline.cli.train import ready_store
 from paceline.config import load_settings
 from paceline.drafter.spec import DrafterSpec
 from paceline.run.build import build_run, resolve_models
-from paceline.run.flops import drafter_flops, target_flops
+from paceline.run.flops import drafter_flops
 from paceline.run.step_metrics import MAX_TAGS, StepMetrics, tag_table
 from paceline.run.training_plan import epoch_plan
-from paceline.types import Ratio, StepReport, StepTimes, TargetFacts, WorkerTotals
+from paceline.target_model.layer_costs import layer_costs
+from paceline.types import Ratio, StepReport, StepTimes, WorkerTotals
 
 
 def report_of(batches: list[int], losses: dict[int, np.ndarray]) -> StepReport:
@@ -63,7 +63,7 @@ def test_tags_rows_coverage_and_use_of_the_peak(make_run: Callable[..., Path], f
     masks = [mask for _, mask in run.source.read(every)]
     assert found.ratios["coverage/supervised"] == Ratio(70.0, float(sum(mask.sum() for mask in masks)))
     lengths = run.source.lengths[every]
-    done = target_flops(run.facts, max(run.taps) + 1, lengths)
+    done = sum(layer.flops(lengths) for layer in layer_costs(run.settings.target)[: max(run.taps) + 1])
     assert found.ratios["speed/mfu_target"] == Ratio(pytest.approx(done), 2.0 * 2e12)
     assert found.ratios["speed/mfu_drafter"].denominator == 2.0 * 2e12
 
@@ -95,26 +95,17 @@ def test_a_tag_named_other_is_kept_apart_from_the_rare_ones() -> None:
 
 
 def test_flops_term_by_term() -> None:
-    """One sample of 100 tokens with 3 anchors."""
-    facts = TargetFacts(
-        path="", architecture="LlamaForCausalLM", model_type="llama", num_layers=9, hidden_size=8, vocab_size=50,
-        intermediate_size=20, num_attention_heads=4, num_key_value_heads=2, head_dim=4, rms_norm_eps=None,
-        rope_theta=None, max_position_embeddings=None, initializer_range=None, tied_head=False, bos_token_id=None,
-        eos_token_ids=(), pad_token_id=None, fingerprint="",
-    )  # fmt: skip
-    linear = 5 * (8 * 16 * 2 + 8 * 8 * 2 + 3 * 8 * 20)
-    assert target_flops(facts, 5, np.array([100])) == 100 * (2 * linear + 4 * 5 * 16 * 50)
-    assert target_flops(replace(facts, architecture="Qwen3MoeForCausalLM"), 5, np.array([100])) is None
-    assert target_flops(replace(facts, head_dim=None), 5, np.array([100])) is None
+    """One sample of 100 tokens with 3 anchors; the second layer sees 30 of them at most."""
     spec = DrafterSpec(
         num_layers=2, block_size=4, hidden_size=8, intermediate_size=20, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=4, layers=("full", "full"), causal=(False, False), sliding_window=None, rope_theta=1e4,
+        head_dim=4, layers=("full", "sliding"), causal=(False, True), sliding_window=30, rope_theta=1e4,
         rms_norm_eps=1e-6, vocab_size=50, mask_token_id=1, taps=(1, 4), num_target_layers=9,
     )  # fmt: skip
     layers = 2 * (8 * 16 * 2 + 8 * 8 * 2 + 3 * 8 * 20)
-    slots = 3 * 4 * (6 * layers + 4 * 8 * 50 + 3.5 * 2 * 4 * 16 * (50 + 4))
+    seen = 50 + 4 + np.mean(np.minimum(np.arange(0, 100, 0.001), 30)) + 4
+    slots = 3 * (4 * (6 * layers + 12 * 16 * seen) + 3 * 4 * 8 * 50)
     context = 100 * (4 * (2 * 8 * 8) + 6 * 2 * (2 * 8 * 8))
-    assert drafter_flops(spec, np.array([100]), np.array([3])) == slots + context
+    assert drafter_flops(spec, np.array([100]), np.array([3])) == pytest.approx(slots + context, rel=1e-5)
 
 
 def test_a_run_leaves_tags_depths_memory_spans_and_a_profile(make_run: Callable[..., Path]) -> None:

@@ -13,6 +13,7 @@ from paceline.config import EvaluateConfig
 from paceline.decode.session import TargetSession
 from paceline.errors import TargetError
 from paceline.evaluate.evaluate import evaluate
+from paceline.target_model.preconditions import slow_layers
 from paceline.target_model.row_check import TOLERANCE
 from paceline.target_model.tap_guard import guard_first_batch
 from paceline.text import duration, size
@@ -37,7 +38,10 @@ def check_target(context: CheckContext) -> CheckResult:
         f"{context.facts.architecture}, {parameters / 1e6:,.1f} M parameters, {size(held)} in "
         f"{str(target.dtype).removeprefix('torch.')} on {target.device}, loaded in {duration(context.load_seconds)}"
     )
-    return CheckResult("target", "pass", detail, figures={"parameters": parameters, "bytes": held})
+    figures = {"parameters": parameters, "bytes": held}
+    settings, most = context.settings, max(batch.padded_tokens for batch in context.batches)
+    slow = slow_layers(settings.target, settings.flow.target_devices[0], most)
+    return CheckResult("target", "pass" if slow is None else "warn", detail, slow or "", figures)
 
 
 def weights_bytes(context: CheckContext) -> int:

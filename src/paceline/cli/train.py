@@ -128,6 +128,7 @@ def ready_store(settings: Settings, facts: TargetFacts) -> None:
 def show_run(run: Run) -> None:
     """The run in a few lines: target, drafter, data, steps; what to know of serving it."""
     from paceline.export.engines import training_notes
+    from paceline.target_model.preconditions import slow_layers
 
     facts, spec, source = run.facts, run.spec, run.source
     flow = run.settings.flow
@@ -141,6 +142,9 @@ def show_run(run: Run) -> None:
         + (f", resuming after step {run.first_step}" if run.first_step else ""),
         f"flow     {flow.mode}, {flow.delivery}: {', '.join(flow.target_devices)} → {', '.join(flow.drafter_devices)}",
     ]
+    slow = slow_layers(run.settings.target, flow.target_devices[0], run.plan.largest.padded_tokens[0])
+    if slow is not None:
+        command.notice(slow)
     evaluate = run.settings.evaluate
     if evaluate.device is not None:
         lines.append(f"decode   {evaluate.device}: up to {evaluate.num_prompts} held-out prompts with each checkpoint")

@@ -26,7 +26,7 @@ from paceline.run.run import Run
 from paceline.run.training_plan import TrainingPlan
 from paceline.run.warm_start import check_init
 from paceline.target_model.facts import describe_target
-from paceline.target_model.preconditions import check_loadable
+from paceline.target_model.preconditions import check_loadable, check_repeatable
 from paceline.target_model.taps import check_taps, default_taps
 from paceline.types import HostBatch, TargetFacts
 
@@ -57,6 +57,8 @@ def resolve_models(settings: Settings) -> Models:
         PacelineError: one line per error, those of taps, mask token and sizes together.
     """
     check_loadable(settings.target, devices_of(settings.flow.target_devices[0])[0])
+    if settings.train.deterministic:
+        check_repeatable(settings.target, settings.flow.target_devices[0])
     facts = describe_target(settings.target)
     named = facts.named_tokens
     errors: list[PacelineError] = []

@@ -1,11 +1,9 @@
-"""Model FLOPs of one optimizer step, for the share of a device's peak that is used. No torch.
+"""Model FLOPs of the drafter in one optimizer step, for the share of a device's peak that is used. No torch.
 
-Multiply and add count as two. Only what the models need is counted: real tokens, no padding, nothing computed twice.
-
-- target, per token of a sample of S tokens: 2·P + 4·layers·heads·head_dim·S/2, with P the linear weights of the layers
-  up to the last one that is run, without the head.
-- drafter, per sample with A anchors of K slots: A·K·(6·P_layers + 4·D·V + 3.5·layers·4·heads·head_dim·(S/2 + K))
-  + S·(4·P_fc + 6·layers·P_kv). Backward costs twice the forward; the head is frozen, so it has no weight gradient.
+Multiply and add count as two. Only what the model needs is counted: real tokens, no padding, nothing computed twice.
+Per sample with A anchors of K slots, J of them drafts, and S tokens:
+A·(K·(6·P_layers + 12·H·E·Σ over layers of keys seen) + J·4·D·V) + S·(4·P_fc + 6·layers·P_kv).
+Backward costs twice the forward; the head is frozen and the features are given, so each lacks one of its gradients.
 """
 
 from __future__ import annotations
@@ -13,27 +11,6 @@ from __future__ import annotations
 import numpy as np
 
 from paceline.drafter.spec import DrafterSpec
-from paceline.types import TargetFacts
-
-
-def target_flops(facts: TargetFacts, layers: int, lengths: np.ndarray) -> float | None:
-    """FLOPs of the target's forward over whole samples.
-
-    Args:
-        facts: of the target.
-        layers: decoder layers that are run.
-        lengths: tokens of each sample, int64 [B].
-
-    Returns:
-        None where the facts do not say what a token costs: mixtures of experts, unusual layers.
-    """
-    heads, head_dim, width = facts.num_attention_heads, facts.head_dim, facts.intermediate_size
-    if not (heads and head_dim and width) or "moe" in f"{facts.architecture} {facts.model_type}".lower():
-        return None
-    key_heads = facts.num_key_value_heads or heads
-    linear = layers * facts.hidden_size * (2 * head_dim * (heads + key_heads) + 3 * width)
-    tokens, pairs = float(lengths.sum()), float((lengths.astype(np.float64) ** 2).sum()) / 2
-    return 2 * linear * tokens + 4 * layers * heads * head_dim * pairs
 
 
 def drafter_flops(spec: DrafterSpec, lengths: np.ndarray, anchors: np.ndarray) -> float:
@@ -46,8 +23,15 @@ def drafter_flops(spec: DrafterSpec, lengths: np.ndarray, anchors: np.ndarray) -
     hidden, across = spec.hidden_size, spec.num_attention_heads * spec.head_dim
     keys = 2 * hidden * spec.num_key_value_heads * spec.head_dim
     layers = spec.num_layers * (2 * hidden * across + keys + 3 * hidden * spec.intermediate_size)
-    positions = anchors.astype(np.float64) * spec.block_size
-    attention = 14 * spec.num_layers * across * (lengths / 2 + spec.block_size)
-    blocks = positions * (6 * layers + 4 * hidden * spec.vocab_size + attention)
-    context = lengths * (4.0 * len(spec.taps) * hidden * hidden + 6 * spec.num_layers * keys)
-    return float(np.sum(blocks + context))
+    tokens, drawn = lengths.astype(np.float64), anchors.astype(np.float64)
+    seen = sum(_context_seen(tokens, spec.window(index)) + spec.block_size for index in range(spec.num_layers))
+    blocks = drawn * spec.block_size * (6 * layers + 12 * across * seen)
+    head = drawn * spec.num_drafts * 4 * hidden * spec.vocab_size
+    context = tokens * (4.0 * len(spec.taps) * hidden * hidden + 6 * spec.num_layers * keys)
+    return float(np.sum(blocks + head + context))
+
+
+def _context_seen(tokens: np.ndarray, window: int | None) -> np.ndarray:
+    """Context tokens that an anchor's block sees in a layer, a mean over all places of the anchor."""
+    most = tokens if window is None else np.minimum(tokens, window)
+    return most - most**2 / (2 * np.maximum(tokens, 1))

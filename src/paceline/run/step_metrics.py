@@ -11,8 +11,9 @@ from pathlib import Path
 import numpy as np
 
 from paceline.config import devices_of
-from paceline.run.flops import drafter_flops, target_flops
+from paceline.run.flops import drafter_flops
 from paceline.run.run import Run
+from paceline.target_model.layer_costs import layer_costs
 from paceline.types import BucketTotals, Ratio, StepReport, StepTimes, TagTotals
 
 MAX_TAGS = 32
@@ -40,6 +41,10 @@ class StepMetrics:
             if (devices := [name for entry in entries for name in devices_of(entry)])
             and all(found := [peaks.get(name, peaks.get(name.partition(":")[0], 0.0)) for name in devices])
         }
+        costs = layer_costs(run.settings.target) if "target" in self._peaks else None
+        deepest = run.facts.num_layers if run.settings.objective.needs_teacher else max(run.taps) + 1
+        self._layers = (costs or [])[:deepest]
+        """What the target's layers cost, up to the last one that is run; empty where that is not known."""
 
     def __call__(self, report: StepReport, times: StepTimes) -> StepReport:
         """The learner's report with its times, its rows, its tags' totals, and the ratios that follow from them."""
@@ -79,15 +84,14 @@ class StepMetrics:
         run = self._run
         lengths = run.source.lengths[rows]
         anchors = np.minimum(run.source.eligible[rows], run.settings.drafter.num_anchors)
-        layers = run.facts.num_layers if run.settings.objective.needs_teacher else max(run.taps) + 1
         flops = {
-            "target": target_flops(run.facts, layers, lengths),
+            "target": sum(layer.flops(lengths) for layer in self._layers),
             "drafter": drafter_flops(run.spec, lengths, anchors),
         }
         return {
-            f"speed/mfu_{stage}": Ratio(done, seconds * peak)
+            f"speed/mfu_{stage}": Ratio(flops[stage], seconds * peak)
             for stage, peak in self._peaks.items()
-            if (done := flops[stage]) is not None
+            if flops[stage]
         }
 
 
