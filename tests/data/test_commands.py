@@ -15,7 +15,7 @@ from paceline.cli.prepare import draw_sample
 from paceline.data.store import open_store
 from paceline.data.tokenizer import load_tokenizer
 from paceline.errors import DataError
-from paceline.evaluate.prompts import render_prompts
+from paceline.evaluate.prompts import PromptRenderer, render_prompts
 
 Write = Callable[..., str]
 
@@ -88,15 +88,16 @@ def test_prepare_fails_in_one_line(
 def test_prompts_are_rendered_as_they_are_served(tmp_path: Path, chatml: str, write_rows: Write) -> None:
     two = {"id": 7, "messages": [*chat("a", "b")["messages"], *chat("c", "d", tags=["x"])["messages"]], "tags": ["x"]}
     rows = write_rows([two, {"prompt": "only asked"}, {"text": "no chat"}, "{broken", chat("last", "answer")])
-    prompts = render_prompts([rows], chatml, None)
+    renderer = PromptRenderer(chatml)
+    prompts = render_prompts([rows], renderer, None)
     tokenizer = load_tokenizer(chatml)
     assert [prompt.reference for prompt in prompts] == ["d", None, "answer"]
     assert prompts[0].id == "7" and prompts[1].id == f"{rows}:2" and "x" in prompts[0].tags
     served = tokenizer.apply_chat_template(two["messages"][:3], add_generation_prompt=True, return_dict=False)
     assert prompts[0].ids == served and tokenizer.decode(served) == prompts[0].text
-    assert len(render_prompts([rows], chatml, 2)) == 2
+    assert len(render_prompts([rows], renderer, 2)) == 2
     with pytest.raises(DataError, match="no row with a question to evaluate; for example"):
-        render_prompts([write_rows([{"text": "no chat"}], "other.jsonl")], chatml, None)
+        render_prompts([write_rows([{"text": "no chat"}], "other.jsonl")], renderer, None)
 
 
 def test_own_answers_are_told_from_others(

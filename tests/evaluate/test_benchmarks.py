@@ -138,12 +138,14 @@ def test_names_of_sets(tmp_path, write):
 def test_files_are_drawn_in_turn_and_missing_ones_told_together(write, demo_assets):
     target = str(demo_assets / "target")
     one, other = write("gsm8k", *[ROWS["gsm8k"]] * 3), write("mbpp", *[ROWS["mbpp"]] * 3)
-    prompts = render_prompts([f"gsm8k:{one}", f"mbpp:{other}", str(demo_assets / "heldout.jsonl")], target, 8)
+    prompts = render_prompts(
+        [f"gsm8k:{one}", f"mbpp:{other}", str(demo_assets / "heldout.jsonl")], PromptRenderer(target), 8
+    )
     first = [prompt.tags[0] for prompt in prompts]
     assert [tag for tag in first if tag in ("gsm8k", "mbpp")] == ["gsm8k", "mbpp"] * 3 and len(prompts) == 8
     assert first[:2] == first[3:5] == ["gsm8k", "mbpp"]
     with pytest.raises(DataError) as caught:
-        render_prompts(["gsm8k:nowhere.jsonl", "none.jsonl"], target, None)
+        render_prompts(["gsm8k:nowhere.jsonl", "none.jsonl"], PromptRenderer(target), None)
     assert caught.value.errors == (
         "prompts: none.jsonl: no such file",
         "prompts: gsm8k:nowhere.jsonl: no such file",
@@ -160,7 +162,7 @@ def test_the_second_turn_is_asked_after_the_answer_to_the_first(write, demo_asse
         asked.append(ids)
         return "The Inn."
 
-    questions = render_prompts([f"mt-bench:{file}"], target, None)
+    questions = render_prompts([f"mt-bench:{file}"], renderer, None)
     prompts = with_later_turns(questions, renderer, answer, None)
     assert [prompt.id for prompt in prompts] == ["mt-bench/902", "mt-bench/902#turn-2", "mt-bench/3"]
     first, second, alone = prompts

@@ -204,9 +204,9 @@ def test_a_run_is_decoded_as_it_was_trained(devices, cards, expected, said, caps
     settings = load_settings(None, {"run_dir": ".", "target.path": "x", "flow.target_devices": json.dumps(devices)})
     assert _device_of(settings) == expected
     assert capsys.readouterr().err.startswith(said)
-    assert settings.decode_dtype == conditions_of(settings)["dtype"] == "bfloat16"
+    assert settings.decode_dtype == conditions_of(settings.target, settings.evaluate)["dtype"] == "bfloat16"
     exact = load_settings(None, {"run_dir": ".", "target.path": "x", "evaluate.dtype": "float64"})
-    assert conditions_of(exact)["dtype"] == "float64"
+    assert conditions_of(exact.target, exact.evaluate)["dtype"] == "float64"
 
 
 def test_the_target_is_loaded_in_its_own_type(target, folder, demo_assets, capsys):

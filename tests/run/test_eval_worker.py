@@ -124,7 +124,8 @@ def test_the_newest_checkpoint_is_measured_despite_pruning(
     file = make_run("run", data=heldout, evaluate=FEW, train={"max_steps": 4}, checkpoint={"every_steps": 2})
     assert main(["train", str(file)]) == 0
     run_dir, settings = run_dir_of(file), load_settings(file)
-    stage = EvaluatorStage(settings, run_dir, read_run_facts(run_dir)["drafter"]["taps"])
+    taps = read_run_facts(run_dir)["drafter"]["taps"]
+    stage = EvaluatorStage(settings.target, settings.data, settings.evaluate, run_dir, taps)
     (found,) = stage.handle(EvalRequest())
     assert found.step == 4 and found.report["num_prompts"] == 2 and found.report["lossless"] is None
 

@@ -16,7 +16,7 @@ from paceline.data.holdout import without_heldout
 from paceline.data.prepare import other_target
 from paceline.data.report import REASONS
 from paceline.errors import DataError
-from paceline.evaluate.prompts import render_prompts
+from paceline.evaluate.prompts import PromptRenderer, render_prompts
 
 LEFT_OUT = 0.05
 """Share of rows left out above which a person should look."""
@@ -66,14 +66,9 @@ def check_template(context: CheckContext) -> CheckResult:
     if material.chats is None or material.sample is None:
         return CheckResult("template", "skipped", "data.train names no files, so there are no chats to render")
     try:
-        prompts = render_prompts(
-            [str(material.chats)],
-            settings.target.path,
-            None,
-            thinking=settings.data.thinking,
-            switches=settings.data.template_switches,
-            trust_remote_code=settings.target.trust_remote_code,
-        )
+        target, data = settings.target, settings.data
+        renderer = PromptRenderer(target.path, data.thinking, data.template_switches, target.trust_remote_code)
+        prompts = render_prompts([str(material.chats)], renderer, None)
     except DataError:
         return CheckResult("template", "skipped", "the data holds no chats with a question; nothing is rendered")
     samples: dict[str, list[int]] = {}

@@ -115,7 +115,7 @@ def _is_own(path: Path, settings: Settings, arguments: Arguments) -> bool:
     from paceline.evaluate.evaluator import conditions_of
 
     ours = read_run_settings(path)
-    same = conditions_of(settings) == conditions_of(ours)
+    same = conditions_of(settings.target, settings.evaluate) == conditions_of(ours.target, ours.evaluate)
     return same and arguments.prompts is None and settings.target == ours.target
 
 
@@ -226,7 +226,7 @@ def evaluate_drafter(
     """
     from paceline.evaluate.evaluator import Evaluator
 
-    evaluator = Evaluator(settings, network.spec.taps, device)
+    evaluator = Evaluator(settings.target, settings.data, settings.evaluate, network.spec.taps, device)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=command.stderr, transient=True) as bar:
         task = bar.add_task(f"decoding {escape(title)}", total=len(evaluator.prompts))

@@ -303,6 +303,10 @@ class EvaluateConfig(Section):
     validation_samples: int = Field(default=64, ge=0)
     """Held-out samples measured during training, always the same with the same anchors; 0 measures none."""
 
+    def dtype_for(self, target: TargetConfig) -> str:
+        """Compute type of the decode loop with a target, by name."""
+        return self.dtype or target.dtype
+
     @model_validator(mode="after")
     def _fits(self) -> EvaluateConfig:
         if self.tree_budget is None and (self.tree_chain_seed or self.tree_temperature != 1.0):
@@ -396,7 +400,7 @@ class Settings(Section):
     @property
     def decode_dtype(self) -> str:
         """Compute type of the decode loop, by name."""
-        return self.evaluate.dtype or self.target.dtype
+        return self.evaluate.dtype_for(self.target)
 
     @property
     def store_path(self) -> Path:

@@ -9,12 +9,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.config import Settings
+from paceline.config import DataConfig, EvaluateConfig, TargetConfig
 from paceline.data.tokenizer import load_tokenizer
 from paceline.decode.loop import greedy_decode
 from paceline.device import main_device
 from paceline.evaluate.evaluate import check_way, evaluate
-from paceline.evaluate.prompts import PromptRenderer, render_prompts, with_later_turns
+from paceline.evaluate.prompts import Prompt, PromptRenderer, render_prompts, with_later_turns
 from paceline.evaluate.report import EvaluationReport
 from paceline.target_model.load import load_target
 
@@ -23,13 +23,15 @@ if TYPE_CHECKING:
 
 
 class Evaluator:
-    """The target of some settings, loaded, and the prompts that they hold out.
+    """A target, loaded, and the prompts that are held out.
 
     Where a prompt has several turns, the later ones are asked after the target's own greedy answers, so they are the
     same for every drafter.
 
     Args:
-        settings: target, held-out files and limits.
+        target: its settings.
+        data: names the held-out files, and how the chat template writes their prompts.
+        limits: how many prompts are decoded, and how.
         taps: of the drafters.
         device: where everything runs; of several, joined by ``+``, the drafter is on the first.
 
@@ -37,27 +39,23 @@ class Evaluator:
         PacelineError: one line for each error.
     """
 
-    def __init__(self, settings: Settings, taps: Sequence[int], device: str = "cpu") -> None:
-        given, self._limits = settings.target, settings.evaluate
-        way = {
-            "thinking": settings.data.thinking,
-            "switches": settings.data.template_switches,
-            "trust_remote_code": given.trust_remote_code,
-        }
-        prompts = render_prompts(settings.data.heldout, given.path, self._limits.num_prompts, **way)
-        self._tokenizer = load_tokenizer(given.path, given.trust_remote_code)
-        self._target = load_target(given, list(taps), device, settings.decode_dtype)
-        check_way(self._target, self._limits)
+    def __init__(
+        self,
+        target: TargetConfig,
+        data: DataConfig,
+        limits: EvaluateConfig,
+        taps: Sequence[int],
+        device: str = "cpu",
+    ) -> None:
+        self._limits = limits
+        renderer = PromptRenderer(target.path, data.thinking, data.template_switches, target.trust_remote_code)
+        prompts = render_prompts(data.heldout, renderer, limits.num_prompts)
+        self._tokenizer = load_tokenizer(target.path, target.trust_remote_code)
+        self._target = load_target(target, list(taps), device, limits.dtype_for(target))
+        check_way(self._target, limits)
         self._device = main_device(device)
-        self.prompts = with_later_turns(
-            prompts, PromptRenderer(given.path, **way), self._answer, self._limits.num_prompts
-        )
-        self._conditions = {
-            **conditions_of(settings),
-            "prompts": hashlib.sha256(repr([prompt.ids for prompt in self.prompts]).encode()).hexdigest()[:16],
-            "files": [Path(name).name for name in settings.data.heldout],
-            "device": device,
-        }
+        self.prompts = with_later_turns(prompts, renderer, self._answer, limits.num_prompts)
+        self._conditions = {**conditions_of(target, limits), **conditions_of_prompts(self.prompts, data), "device": device}
 
     def measure(
         self,
@@ -96,11 +94,19 @@ class Evaluator:
         return str(self._tokenizer.decode(answer.ids, skip_special_tokens=True))
 
 
-def conditions_of(settings: Settings) -> dict[str, Any]:
+def conditions_of(target: TargetConfig, limits: EvaluateConfig) -> dict[str, Any]:
     """The settings on which the figures of an evaluation depend, as plain values."""
     kept = {"num_prompts", "max_new_tokens", "dtype", "temperature", "seed"}
     kept |= {"tree_budget", "tree_chain_seed", "tree_temperature"}
-    return settings.evaluate.model_dump(mode="json", include=kept) | {"dtype": settings.decode_dtype}
+    return limits.model_dump(mode="json", include=kept) | {"dtype": limits.dtype_for(target)}
+
+
+def conditions_of_prompts(prompts: Sequence[Prompt], data: DataConfig) -> dict[str, Any]:
+    """A hash of all prompts' tokens, and the names of the files that they come from."""
+    return {
+        "prompts": hashlib.sha256(repr([prompt.ids for prompt in prompts]).encode()).hexdigest()[:16],
+        "files": [Path(name).name for name in data.heldout],
+    }
 
 
 def text_pieces(tokenizer: Any, ids: Sequence[int]) -> list[str]:

@@ -111,28 +111,18 @@ class PromptRenderer:
         return Prompt(name, ids, text, reference, tags, asked, variables=needed)
 
 
-def render_prompts(
-    files: Sequence[str],
-    tokenizer_path: str,
-    limit: int | None,
-    *,
-    thinking: str = "auto",
-    switches: Mapping[str, Any] | None = None,
-    trust_remote_code: bool = False,
-) -> list[Prompt]:
+def render_prompts(files: Sequence[str], renderer: PromptRenderer, limit: int | None) -> list[Prompt]:
     """Prompts of data files and prompt sets, one of each in turn.
 
     Args:
         files: data files or folders of such, or files of published sets (`gsm8k:PATH`, see `prompt_sets`).
-        tokenizer_path: of the target.
+        renderer: for the target.
         limit: at most this many, the first ones; None = all.
-        thinking, switches, trust_remote_code: see `PromptRenderer`.
 
     Raises:
-        DataError: no file, no tokenizer, no chat template, no row with a question, or a row that is not of its set's
-            format; rows of data files without a question are passed over.
+        DataError: no file, no row with a question, or a row that is not of its set's format; rows of data files
+            without a question are passed over.
     """
-    renderer = PromptRenderer(tokenizer_path, thinking, switches, trust_remote_code)
     sets = [(name, set_of(name)) for name in files]
     _check_files([name for name, known in sets if known is None], [known for _, known in sets if known is not None])
     passed_over: list[str] = []

@@ -13,7 +13,7 @@ from paceline.checkpoint import checkpoints
 from paceline.checkpoint.checkpoints import DECODED, CheckpointWriter, export_path
 from paceline.checkpoint.retention import DECODE, VALIDATION, Best
 from paceline.checkpoint.run_files import RunFiles
-from paceline.config import Settings
+from paceline.config import Settings, TargetConfig
 from paceline.drafter.spec import DrafterSpec
 from paceline.errors import ConfigError, ExportError, MetricError, RunDirectoryError
 from paceline.observe.catalogue import find
@@ -22,7 +22,7 @@ from paceline.types import TargetFacts
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from paceline.export.exporter import TargetInput
+    from paceline.export.exporter import Format, TargetInput
     from paceline.run.run import Run
     from paceline.types import PlannedStep
 
@@ -104,10 +104,12 @@ class CheckpointExporter:
     """Writes the drafter folder of a checkpoint, as `paceline export` does; pickles.
 
     Attributes:
-        settings, run_dir, spec: of the run.
+        target, run_dir, spec: of the run.
+        format: of the folder.
     """
 
-    settings: Settings
+    target: TargetConfig
+    format: Format
     run_dir: Path
     spec: DrafterSpec
 
@@ -116,17 +118,16 @@ class CheckpointExporter:
         """Read once, in the process that writes."""
         from paceline.export.exporter import target_input
 
-        return target_input(self.settings.target)
+        return target_input(self.target)
 
     def __call__(self, step: int, network: Mapping[str, Tensor]) -> None:
         """Write ``export/step-NUMBER``, in bfloat16, verified; it appears whole."""
         from paceline.export.exporter import TrainedDrafter, export_drafter, origin_of_run
 
-        kind, folder = self.settings.checkpoint.export, export_path(self.run_dir, step)
-        assert kind != "none", "no exporter is made without a format"
-        drafter = TrainedDrafter(self.spec, network, self.settings.target, origin_of_run(self.run_dir, step))
+        folder = export_path(self.run_dir, step)
+        drafter = TrainedDrafter(self.spec, network, self.target, origin_of_run(self.run_dir, step))
         try:
-            export_drafter(drafter, folder, format=kind, golden="none", given=self._given)
+            export_drafter(drafter, folder, format=self.format, golden="none", given=self._given)
         except OSError as error:
             raise ExportError(
                 f"{folder}: drafter folder not written ({error.strerror or error}); the checkpoint of step {step} is "
@@ -139,7 +140,7 @@ def checkpoint_writer(run: Run) -> CheckpointWriter:
     config = run.settings.checkpoint
     export = None
     if config.export != "none":
-        export = CheckpointExporter(run.settings, run.run_dir, run.spec)
+        export = CheckpointExporter(run.settings.target, config.export, run.run_dir, run.spec)
     return CheckpointWriter(run.run_dir, config, best=best_of(config.keep_best), export=export)
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.checkpoint import checkpoints, run_directory
-from paceline.config import Settings
+from paceline.config import DataConfig, EvaluateConfig, Settings, TargetConfig
 from paceline.data.files import find_files
 from paceline.data.holdout import heldout_files
 from paceline.errors import ConfigError, DataError
@@ -57,16 +57,18 @@ class EvaluatorStage(Stage):
     """Work of the evaluator's process.
 
     Args:
-        settings: of the run, with its held-out files named.
+        target, data, limits: of the run's settings, with the held-out files named.
         run_dir: the run.
         taps: of the drafter.
     """
 
-    def __init__(self, settings: Settings, run_dir: Path, taps: list[int]) -> None:
+    def __init__(
+        self, target: TargetConfig, data: DataConfig, limits: EvaluateConfig, run_dir: Path, taps: list[int]
+    ) -> None:
         from paceline.evaluate.evaluator import Evaluator
 
         self._run_dir = run_dir
-        self._evaluator = Evaluator(settings, taps, settings.evaluate.device or "cpu")
+        self._evaluator = Evaluator(target, data, limits, taps, limits.device or "cpu")
 
     def handle(self, message: Any) -> Iterator[EvalResult]:
         """Measure the newest checkpoint."""
@@ -91,11 +93,13 @@ class EvaluatorStage(Stage):
                     raise
 
 
-def start_evaluator(settings: Settings, run_dir: Path, taps: list[int]) -> EvaluatorStage:
+def start_evaluator(
+    target: TargetConfig, data: DataConfig, limits: EvaluateConfig, run_dir: Path, taps: list[int]
+) -> EvaluatorStage:
     """The stage, in its own process; arguments as for `EvaluatorStage`."""
-    if settings.evaluate.device == "cpu":
+    if limits.device == "cpu":
         os.nice(NICENESS)
-    return EvaluatorStage(settings, run_dir, taps)
+    return EvaluatorStage(target, data, limits, run_dir, taps)
 
 
 class EvalWorker:
@@ -111,7 +115,7 @@ class EvalWorker:
         settings, flow = run.settings, run.settings.flow
         self._run, self._observer, self._stop_requested = run, observer, stop_requested
         heldout = heldout_files(settings.data.heldout, settings.store_path)
-        settings = settings.model_copy(update={"data": settings.data.model_copy(update={"heldout": heldout})})
+        data = settings.data.model_copy(update={"heldout": heldout})
         try:
             known = [entry["step"] for entry in run_directory.read_evaluations(run.run_dir)]
         except OSError as error:
@@ -120,9 +124,9 @@ class EvalWorker:
         self._seen = max((step for step in known if step <= run.first_step), default=0)
         self._busy = False
         self._worker: WorkerProcess | None = WorkerProcess(
-            f"evaluator ({run.settings.evaluate.device})",
+            f"evaluator ({settings.evaluate.device})",
             start_evaluator,
-            (settings, run.run_dir, list(run.taps)),
+            (settings.target, data, settings.evaluate, run.run_dir, list(run.taps)),
             device=settings.evaluate.device or "cpu",
             threads=flow.threads,
         )
