@@ -144,12 +144,12 @@ def test_other_settings_replace_no_own_evaluation(tmp_path: Path) -> None:
     run_directory.add_evaluation(tmp_path, 300, {"tau": 2.5, "conditions": {"num_prompts": 12}})
     for prompts, tau in ((4, 2.7), (8, 2.6), (4, 2.8)):
         report = {"tau": tau, "conditions": {"num_prompts": prompts}}
-        run_directory.add_evaluation(tmp_path, 300, report, own=False)
+        run_directory.add_evaluation(tmp_path, 300, report, "others")
     assert [entry["tau"] for entry in run_directory.read_evaluations(tmp_path)] == [2.5]
-    assert [entry["tau"] for entry in run_directory.read_other_evaluations(tmp_path)] == [2.6, 2.8]
+    assert [entry["tau"] for entry in run_directory.read_evaluations(tmp_path, "others")] == [2.6, 2.8]
     run_directory.add_evaluation(tmp_path, 300, {"tau": 2.4, "conditions": {"num_prompts": 12}})
     assert [entry["tau"] for entry in run_directory.read_evaluations(tmp_path)] == [2.4]
-    assert len(run_directory.read_other_evaluations(tmp_path)) == 2
+    assert len(run_directory.read_evaluations(tmp_path, "others")) == 2
 
 
 def test_a_run_keeps_its_directory(tmp_path: Path) -> None:

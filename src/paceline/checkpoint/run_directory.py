@@ -14,7 +14,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 from paceline.atomic_files import write_text
 from paceline.config import Settings, absolute_paths, dump_settings, load_settings, named_values
@@ -187,47 +187,43 @@ def _write_settings(run_dir: Path, settings: Settings) -> None:
     write_text(run_dir / SETTINGS, text, private=masked(text) != text)
 
 
-def add_evaluation(run_dir: Path, step: int, report: Mapping[str, Any], *, own: bool = True) -> None:
-    """Note what decoding held-out prompts gave at a step.
+Evaluations = Literal["evaluations", "others", "servers"]
+"""Kinds of evaluations: decoded here under the run's own settings, or under others; measured at a running server."""
+
+
+def add_evaluation(run_dir: Path, step: int, report: Mapping[str, Any], kind: Evaluations = "evaluations") -> None:
+    """Note what answering held-out prompts gave at a step.
 
     Args:
         run_dir: of the run.
         step: optimizer steps of the drafter.
         report: plain values; ``conditions`` holds all that makes the figures (prompts, limits, temperature, tree, ...).
-        own: whether the conditions are those of the run's settings. Such an entry is what card and report show first; a
-            new one takes the place of the step's old one. Others are kept beside, one for each step and conditions.
+        kind: an entry under the run's own settings is what card and report show first; a new one takes the place of the
+            step's old one. Of the other kinds one is kept for each step and conditions.
     """
+    kept = {name: read_evaluations(run_dir, name) for name in get_args(Evaluations)}
+
+    def key(entry: Mapping[str, Any]) -> tuple[Any, ...]:
+        return (entry["step"],) if kind == "evaluations" else (entry["step"], entry.get("conditions"))
+
     entry = {"step": step, **report}
-    evaluations, others = read_evaluations(run_dir), read_other_evaluations(run_dir)
-    if own:
-        evaluations = [known for known in evaluations if known["step"] != step] + [entry]
-    else:
-        key = (step, report.get("conditions"))
-        others = [known for known in others if (known["step"], known.get("conditions")) != key] + [entry]
-    kept = {
-        "evaluations": sorted(evaluations, key=lambda known: known["step"]),
-        "others": sorted(others, key=lambda known: known["step"]),
-    }
+    others = [known for known in kept[kind] if key(known) != key(entry)]
+    kept[kind] = sorted([*others, entry], key=lambda known: known["step"])
     write_text(run_dir / EVALUATION, json.dumps(kept, indent=1) + "\n")
 
 
-def read_evaluations(run_dir: Path) -> list[dict[str, Any]]:
-    """Evaluations under the run's own settings by ascending step; step 0 is the untrained drafter."""
-    return _evaluations(run_dir, "evaluations")
+def read_evaluations(run_dir: Path, kind: Evaluations = "evaluations") -> list[dict[str, Any]]:
+    """Evaluations of one kind by ascending step; step 0 is the untrained drafter.
 
-
-def read_other_evaluations(run_dir: Path) -> list[dict[str, Any]]:
-    """Evaluations under other settings, by ascending step; ``conditions`` says which."""
-    return _evaluations(run_dir, "others")
-
-
-def _evaluations(run_dir: Path, kind: str) -> list[dict[str, Any]]:
+    Raises:
+        RunDirectoryError: the file is damaged.
+    """
     path = run_dir / EVALUATION
     if not path.is_file():
         return []
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-        entries = found["evaluations"] if kind == "evaluations" else found.get(kind, [])
+        entries = found.get(kind, [])
         _ = [int(entry["step"]) for entry in entries]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         reason = str(error) if isinstance(error, ValueError) else "no evaluations by step"

@@ -39,6 +39,12 @@ Examples:
   paceline evaluate runs/first --prompts gsm8k:gsm8k/test.jsonl mt-bench:question.jsonl --evaluate.num-prompts 160
   paceline evaluate runs/first --evaluate.tree-budget 64
   paceline evaluate drafters/a drafters/b --target models/target --prompts chats.jsonl --plot tau.png --json
+
+With --server a running vLLM or SGLang server answers the prompts instead, and nothing is loaded here: τ and acceptance
+by slot from its counters, output tokens/s and time to first token with several numbers of requests at once, and with
+--baseline the same of a server without the drafter, and whether the answers are equal.
+
+  paceline evaluate runs/first --server http://localhost:8000 --baseline http://localhost:8001
 """
 
 
@@ -61,9 +67,18 @@ class Arguments:
     lossless: bool = True
     """Also decode plainly, and compare."""
     other_target: bool = False
-    """Decode although the target is not the one that a drafter's folder names: fine-tuned since, or quantized."""
+    """Decode although the target is not the one that a drafter's folder names: fine-tuned since, or quantized. With
+    --server: although the server's model has another name."""
     plot: Path | None = None
     """Also draw acceptance by slot, accepted lengths, τ by tag and by context length: a .png or .svg file."""
+    server: str | None = None
+    """Address of a running server of the run's target and drafter, for example http://localhost:8000."""
+    baseline: str | None = None
+    """Address of a running server of the same target without a drafter."""
+    model: str | None = None
+    """Name of the model at both servers. Unset: the only one that each names."""
+    key_variable: str | None = None
+    """Environment variable that holds the servers' key."""
     json: bool = False
     """Print the reports as JSON on standard output."""
 
@@ -79,9 +94,15 @@ def run(argv: Sequence[str]) -> int:
         from paceline.evaluate.plots import check_kind
 
         check_kind(arguments.plot)
+    if arguments.server is not None:
+        from paceline.cli.evaluate_server import evaluate_server
+
+        return evaluate_server(arguments, overrides)
+    if given := [name for name in ("baseline", "model", "key_variable") if getattr(arguments, name) is not None]:
+        raise ConfigError(f"--{given[0].replace('_', '-')}: belongs to --server; give the server's address too")
     if arguments.device is not None:
         _check_device(arguments.device)
-    sources = [_source(path, arguments, overrides) for path in arguments.drafters]
+    sources = [source_of(path, arguments, overrides) for path in arguments.drafters]
     # All are read and checked before the first is decoded, which may take long.
     loaded = [load_network(path, step) for path, (_, step) in zip(arguments.drafters, sources, strict=True)]
     for path, (settings, _), (network, _) in zip(arguments.drafters, sources, loaded, strict=True):
@@ -95,7 +116,7 @@ def run(argv: Sequence[str]) -> int:
             command.stderr.print(escape(line), soft_wrap=True)
         if at is not None:
             own = _is_own(path, settings, arguments)
-            add_evaluation(path, at, report.to_json(), own=own)
+            add_evaluation(path, at, report.to_json(), "evaluations" if own else "others")
             kind = "" if own else " among the evaluations with other settings than the run's"
             command.stderr.print(f"written to {escape(str(path / EVALUATION))}{kind}")
     if arguments.json:
@@ -139,7 +160,7 @@ def _device_of(settings: Settings) -> str:
     return "cpu" if reasons else device
 
 
-def _source(path: Path, arguments: Arguments, overrides: Mapping[str, str]) -> tuple[Settings, int | None]:
+def source_of(path: Path, arguments: Arguments, overrides: Mapping[str, str]) -> tuple[Settings, int | None]:
     """Settings under which a drafter is evaluated, and its step."""
     from paceline.data.holdout import heldout_files
 

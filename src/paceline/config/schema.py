@@ -8,7 +8,7 @@ from these models.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -293,6 +293,8 @@ class EvaluateConfig(Section):
     """Trees start with the chain and are then filled up."""
     tree_temperature: float = Field(default=1.0, gt=0.0)
     """Trees are built from the drafter's distributions sharpened (below 1) or flattened (above 1) by it."""
+    concurrency: list[Annotated[int, Field(ge=1)]] = Field(default=[1, 4, 16, 64], min_length=1)
+    """Requests under way at once when a running server is measured: `paceline evaluate RUN --server URL`."""
     every_steps: int = Field(default=200, ge=1)
     """Optimizer steps between measurements on held-out samples during training; the last step always measures."""
     device: str | None = None
@@ -313,6 +315,8 @@ class EvaluateConfig(Section):
             raise ValueError("tree_chain_seed and tree_temperature shape trees; set tree_budget, for example 64")
         if self.tree_budget is not None and self.batch_size > 1:
             raise ValueError("tree_budget: trees decode one prompt at a time; set batch_size to 1, or drop tree_budget")
+        if sorted(set(self.concurrency)) != self.concurrency:
+            raise ValueError("concurrency: must ascend, each number once; for example [1, 4, 16, 64]")
         if self.temperature == 0 and self.seed:
             raise ValueError("seed: nothing is drawn in greedy decoding; set temperature above 0, or drop seed")
         return self

@@ -55,7 +55,11 @@ class Evaluator:
         check_way(self._target, limits)
         self._device = main_device(device)
         self.prompts = with_later_turns(prompts, renderer, self._answer, limits.num_prompts)
-        self._conditions = {**conditions_of(target, limits), **conditions_of_prompts(self.prompts, data), "device": device}
+        self._conditions = {
+            **conditions_of(target, limits),
+            **conditions_of_prompts(self.prompts, data),
+            "device": device,
+        }
 
     def measure(
         self,

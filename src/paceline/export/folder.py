@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.atomic_files import replacing
+from paceline.checkpoint.run_directory import EXPORTS
 from paceline.errors import ExportError
 from paceline.text import first_line
 
@@ -39,6 +40,13 @@ def read_note(folder: str | Path) -> dict[str, Any]:
     except ValueError as error:
         raise ExportError(f"{path}: damaged ({error}); export the drafter again") from error
     return note
+
+
+def newest_export(run_dir: Path) -> Path | None:
+    """The drafter folder in a run's ``export`` that was made from the latest step; None where there is none."""
+    folders = sorted(path.parent for path in (run_dir / EXPORTS).glob(f"*/{NOTE}"))
+    steps = {folder: read_note(folder).get("step") or 0 for folder in folders}
+    return max(reversed(folders), key=lambda folder: steps[folder], default=None)
 
 
 @contextmanager

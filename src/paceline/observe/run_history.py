@@ -50,6 +50,7 @@ class History:
         facts: run.json.
         evaluations: under the run's settings, by ascending step.
         other_evaluations: under other settings.
+        server_evaluations: of running servers.
         notes: one sentence for each thing that is missing.
     """
 
@@ -71,6 +72,7 @@ class History:
     facts: dict[str, Any] = field(default_factory=dict)
     evaluations: list[dict[str, Any]] = field(default_factory=list)
     other_evaluations: list[dict[str, Any]] = field(default_factory=list)
+    server_evaluations: list[dict[str, Any]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -163,7 +165,12 @@ def read_history(run_dir: Path) -> History:
     else:
         notes.append("evaluation.json is missing: no held-out prompt was decoded yet")
     run = assemble(run_dir, lines, settings=settings, facts=facts, notes=notes)
-    return replace(run, evaluations=found.get("evaluations", []), other_evaluations=found.get("others", []))
+    return replace(
+        run,
+        evaluations=found.get("evaluations", []),
+        other_evaluations=found.get("others", []),
+        server_evaluations=found.get("servers", []),
+    )
 
 
 def read_settings(run_dir: Path, notes: list[str]) -> dict[str, Any]:

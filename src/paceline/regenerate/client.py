@@ -76,7 +76,7 @@ class Client:
     """
 
     def __init__(self, endpoint: Endpoint) -> None:
-        url, auth = _address(endpoint.url)
+        url, auth = address_of(endpoint.url)
         for name, value in (("in_flight", endpoint.in_flight), ("attempts", endpoint.attempts)):
             if value < 1:
                 raise DataError(f"{name} is {value}; it must be at least 1")
@@ -175,8 +175,12 @@ class Client:
         raise DataError(f"{self.url}: HTTP {code} {said}; check the address, the model and the key")
 
 
-def _address(url: str) -> tuple[httpx.URL, tuple[str, str] | None]:
-    """An address without user and password, and these."""
+def address_of(url: str) -> tuple[httpx.URL, tuple[str, str] | None]:
+    """An address without user and password, and these.
+
+    Raises:
+        DataError: no address of a server.
+    """
     bare = url.rpartition("@")[2]
     try:
         parsed = httpx.URL(url)

@@ -89,6 +89,55 @@ def evaluation_part(run: History) -> dict[str, Any]:
     }
 
 
+def server_part(run: History) -> dict[str, Any]:
+    """What the template shows of measured servers, the newest last; empty without any."""
+    if not run.server_evaluations:
+        return {}
+    newest = run.server_evaluations[-1]
+    plain = {speed["concurrency"]: speed for speed in newest.get("baseline_speeds") or ()}
+    return {
+        "newest": newest,
+        "columns": (
+            "requests at once",
+            *_speed_columns(""),
+            "τ",
+            *(_speed_columns("without drafter: ") if plain else ()),
+        ),
+        "speeds": [
+            (
+                str(speed["concurrency"]),
+                *_speed_cells(speed),
+                fixed(speed.get("tau")),
+                *(_speed_cells(plain.get(speed["concurrency"])) if plain else ()),
+            )
+            for speed in newest["speeds"]
+        ],
+        "caption": f"Step {newest['step']}, {newest['engine']}: {conditions(newest)}",
+        "rows": [
+            (
+                f"step {entry['step']}, {entry['engine']}",
+                fixed(entry["tau_micro"]),
+                fixed(entry.get("counted_tau")),
+                cell(entry.get("num_drafts")),
+                "–" if entry.get("equal_answers") is None else f"{entry['equal_answers']} of {entry['num_prompts']}",
+                conditions(entry),
+            )
+            for entry in run.server_evaluations
+        ],
+        "notes": newest.get("notes") or [],
+    }
+
+
+def _speed_columns(prefix: str) -> tuple[str, str]:
+    return f"{prefix}output tokens/s", f"{prefix}ms to the first token"
+
+
+def _speed_cells(speed: Mapping[str, Any] | None) -> tuple[str, str]:
+    if speed is None:
+        return "–", "–"
+    return fixed(speed["tokens_per_second"], 1), fixed(1000 * speed["first_token_s"], 1)
+
+
 def conditions(entry: Mapping[str, Any]) -> str:
     """Under what an evaluation was made, in short: ``64 prompts, ≤ 256 tokens, temperature 0.8, float32``."""
     known = entry.get("conditions", {})

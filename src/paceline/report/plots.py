@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 import numpy as np
 
 from paceline.observe.run_history import History, last_part
@@ -120,6 +123,40 @@ def decoded_slots(run: History) -> list[tuple[int, float]]:
     """(slot, acceptance given that all earlier ones were accepted) in the newest evaluation."""
     slots = run.evaluations[-1].get("slots", []) if run.evaluations else []
     return [(slot["slot"], slot["conditional"]) for slot in slots if slot["conditional"] is not None]
+
+
+def served_speed(entry: Mapping[str, Any]) -> str:
+    """Output tokens/s of a measured server by requests at once, with and without its drafter."""
+    with drawing() as plot:
+        for position, (key, name) in enumerate((("speeds", "drafter"), ("baseline_speeds", "without"))):
+            points = [(speed["concurrency"], speed["tokens_per_second"]) for speed in entry.get(key) or ()]
+            _marked(plot, points, name, position)
+        plot.axes.set_ylim(bottom=0)
+        plot.finish("requests at once", "output tokens/s", form="short")
+    return plot.source
+
+
+def served_slots(entry: Mapping[str, Any], run: History) -> str:
+    """Acceptance by slot as a server counted it, beside that of decoding here."""
+    found = [
+        (slot["slot"], slot["conditional"]) for slot in entry.get("slots") or () if slot["conditional"] is not None
+    ]
+    if not found:
+        return ""
+    with drawing() as plot:
+        _marked(plot, found, "server", 0)
+        _marked(plot, decoded_slots(run), "decoded here", 1)
+        plot.axes.set_ylim(0, 1)
+        plot.finish("slot", "accepted, given those before", form="percent")
+    return plot.source
+
+
+def _marked(plot: Drawing, points: Sequence[tuple[float, float]], name: str, position: int) -> None:
+    """A line through a few points, named where it ends."""
+    if points:
+        x, y = zip(*points, strict=True)
+        plot.axes.plot(x, y, color=series_color(position), linestyle=DASHES[position], marker="os"[position])
+        plot.ends.append((y[-1], name, series_color(position)))
 
 
 def mix(run: History) -> str:

@@ -10,7 +10,7 @@ import numpy as np
 from paceline.observe.diagnosis.diagnose import diagnose
 from paceline.observe.run_history import History, last_part, read_history
 from paceline.report import plots
-from paceline.report.evaluations import conditions, evaluation_part
+from paceline.report.evaluations import conditions, evaluation_part, server_part
 from paceline.report.page import flat, render_page, save_page
 from paceline.report.prepared import prepared_part
 from paceline.text import duration, fixed, percent, short, shortened, size
@@ -51,6 +51,7 @@ def render(run: History, *, refresh_s: int = 0) -> str:
         tiles=_tiles(run),
         findings=diagnose(run),
         evaluation=evaluation_part(run),
+        served=server_part(run),
         prepared=prepared_part(run),
         trained=_trained(run),
         buckets=_buckets(run),
