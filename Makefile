@@ -10,7 +10,7 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM = false
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: help demo demo-smollm2 test test-fast test-browser test-versions test-serving .venv-vllm check format bench gpu chaos clean
+.PHONY: help demo demo-smollm2 test test-fast test-browser test-versions test-serving test-serving-quick .venv-vllm check format bench gpu chaos clean
 
 help:  ## this list
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -26,6 +26,9 @@ test: $(VENV)/.installed-dev $(VENV)/.oracles  ## the whole test suite
 
 test-serving: $(VENV)/.installed-dev .venv-vllm/paceline-vllm.json  ## exported drafters in real vLLM, on the CPU
 	$(BIN)/python -m pytest -q -m serving tests/serving
+
+test-serving-quick: $(VENV)/.installed-dev .venv-vllm/paceline-vllm.json  ## one drafter in vLLM from either format
+	$(BIN)/python -m pytest -q -m "serving and quick" tests/serving
 
 test-fast: $(VENV)/.installed-dev  ## without long runs and other packages, in about a minute
 	$(BIN)/python -m pytest -n auto --dist loadfile -q -m "not slow and not oracle and not sweep" $(FAST_TESTS)

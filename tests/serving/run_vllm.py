@@ -1,14 +1,18 @@
-"""Runs in vLLM's environment: one engine decodes prompts greedily in float32, with or without a drafter.
+"""Runs in vLLM's environment: engines decode prompts greedily in float32, with or without a drafter.
 
-Usage: python run_vllm.py PLACE, where PLACE/request.json has `target` (folder), `drafter` (folder or null), `tokens`
+Reads a folder PLACE from each line of standard input and prints the exit code of the engine that ran for it. Every
+engine is a fork of this process, because importing vLLM takes as long as all the rest. PLACE/request.json has `target` (folder), `drafter` (folder or null), `model_impl`, `tokens`
 (speculative tokens), `prompts` (token ids), `stops` (stop token ids of each prompt), `max_tokens`. Writes
-PLACE/answer.json: `answers` (token ids), `accepted` (drafts of each step of each answer) and the engine's counters.
+PLACE/answer.json: `answers` (token ids), `accepted` (drafts of each step of each answer) and the engine's counters;
+and PLACE/log.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
+import traceback
 from pathlib import Path
 
 from vllm import LLM, SamplingParams
@@ -24,6 +28,7 @@ def main(place: Path) -> None:
         model=request["target"],
         skip_tokenizer_init=True,
         dtype="float32",
+        model_impl=request["model_impl"],
         max_model_len=256,
         enforce_eager=True,
         disable_log_stats=False,
@@ -44,5 +49,24 @@ def main(place: Path) -> None:
     (place / "answer.json").write_text(json.dumps(found))
 
 
+def fork(place: Path) -> int:
+    """Exit code of `main` in a process of its own."""
+    if child := os.fork():
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    code = 1
+    try:
+        log = os.open(place / "log", os.O_WRONLY | os.O_CREAT)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        main(place)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
+
+
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    for line in sys.stdin:
+        print(fork(Path(line.strip())), flush=True)

@@ -24,13 +24,14 @@ from paceline.decode.loop import draft_logits, greedy_decode
 from paceline.drafter.network import Drafter
 from paceline.drafter.spec import DrafterSpec
 from paceline.export.card import Origin
+from paceline.export.engines import VLLM_BY_TRANSFORMERS
 from paceline.export.exporter import TrainedDrafter, export_drafter
 from paceline.target_model.load import load_target
 from paceline.target_model.model import TargetModel
 from tiny_targets import save_tiny
 
 pytestmark = [pytest.mark.serving, pytest.mark.timeout(600)]
-MAX_TOKENS, STOP_AT, FIT_STEPS = 40, 25, 30
+MAX_TOKENS, STOP_AT = 40, 25
 CLOSE = 0.1
 """Gap of two logits of the drafter (of about 8) that vLLM on a CPU may take for each other: its drafts were seen to
 differ where the gap was 0.01 and 0.06, in 2 of 59 passes. With products in bfloat16 (mkldnn) paceline drafts the same
@@ -56,15 +57,22 @@ LAYERS: dict[str, dict[str, Any]] = {
     "sliding bidirectional": {"layers": ("sliding",) * 2, "causal": (False, False), "sliding_window": 17},
 }
 FAMILIES = {
-    "qwen3": {},
-    "llama": {},
-    "gemma3_text": {"query_pre_attn_scalar": 32, "layer_types": ["full_attention"] * 4},
+    "qwen3": {"seed": 3},
+    "llama": {"seed": 3},
+    "granite": {"seed": 3, "embedding_multiplier": 6.0, "logits_scaling": 2.0},
+    # Its embedding is scaled by 8 and its head tied: larger weights only repeat the last token.
+    "gemma3_text": {
+        "seed": 11,
+        "initializer_range": 0.02,
+        "query_pre_attn_scalar": 32,
+        "layer_types": ["full_attention"] * 4,
+    },
 }
 
 
 @dataclass(frozen=True)
 class Case:
-    """One drafter in one folder; `tokens` speculative tokens where they are fewer than trained."""
+    """One drafter in one folder; `tokens` speculative tokens where they are fewer than trained; `steps` of fitting."""
 
     family: str = "qwen3"
     kind: str = "full"
@@ -72,6 +80,7 @@ class Case:
     block_size: int = 8
     taps: tuple[int, ...] = (0, 2)
     tokens: int | None = None
+    steps: int = 30
 
     def __str__(self) -> str:
         parts = (self.family, self.kind, self.format, f"block {self.block_size}", f"taps {self.taps}")
@@ -79,17 +88,18 @@ class Case:
 
 
 CASES = [
-    Case(),
-    Case(format="speculators"),
-    Case(kind="sliding causal"),
-    Case(kind="sliding causal", format="speculators"),
-    Case(kind="sliding bidirectional"),
-    Case(kind="sliding bidirectional", format="speculators"),
+    pytest.param(Case(), marks=pytest.mark.quick),
+    pytest.param(Case(format="speculators"), marks=pytest.mark.quick),
+    Case(kind="sliding causal", steps=15),
+    Case(kind="sliding causal", format="speculators", steps=15),
+    Case(kind="sliding bidirectional", steps=20),
+    Case(kind="sliding bidirectional", format="speculators", steps=20),
     Case(kind="full causal"),
     Case(taps=(1, 3)),
     Case(family="llama"),
     Case(family="llama", format="speculators", block_size=16),
     Case(family="llama", block_size=16, tokens=6),
+    Case(family="granite", format="speculators"),
     Case(family="gemma3_text", format="speculators"),
 ]
 
@@ -107,10 +117,12 @@ def target_of(place, prompts):
     def load(family: str, taps: tuple[int, ...]) -> tuple[TargetModel, list[list[int]]]:
         folder = place / family
         if not folder.exists():
-            save_tiny(folder, family, seed=3, **{**SMALL, **FAMILIES[family]})
+            save_tiny(folder, family, **{**SMALL, **FAMILIES[family]})
         target = load_target(TargetConfig(path=str(folder), taps=list(taps), dtype="float32"), taps)
         rows = [[*ids, *greedy_decode(target, ids, max_new_tokens=MAX_TOKENS + 20).ids] for ids in prompts]
-        assert all(len(set(row)) > 10 for row in rows), "the answers must wander, or wrong drafters are accepted too"
+        assert all(len(set(row[len(ids) :])) > 8 for ids, row in zip(prompts, rows, strict=True)), (
+            "the answers must wander, or wrong drafters are accepted too"
+        )
         return target, rows
 
     return load
@@ -124,7 +136,13 @@ def plain(vllm, target_of, prompts):
     def decode(family: str) -> tuple[list[list[int]], list[list[int]]]:
         target, rows = target_of(family, (0, 2))
         stops = [[rows[0][len(prompts[0]) + STOP_AT]], *([] for _ in prompts[1:])]
-        request = {"target": target.facts.path, "prompts": prompts, "stops": stops, "max_tokens": MAX_TOKENS}
+        request = {
+            "target": target.facts.path,
+            "model_impl": "transformers" if family in VLLM_BY_TRANSFORMERS else "auto",
+            "prompts": prompts,
+            "stops": stops,
+            "max_tokens": MAX_TOKENS,
+        }
         return stops, vllm(drafter=None, tokens=0, **request)["answers"]
 
     return decode
@@ -173,7 +191,7 @@ def trained(case: Case, target: TargetModel, rows: list[list[int]]) -> Drafter:
         max_position_embeddings=256,
         **{"sliding_window": None, **LAYERS[case.kind]},
     )
-    return fit(spec, target, rows, FIT_STEPS)
+    return fit(spec, target, rows, case.steps)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -184,10 +202,16 @@ def test_served_as_it_was_trained(vllm, target_of, plain, prompts, place, case) 
     settings = TargetConfig(path=target.facts.path, dtype="float32")
     drafter = TrainedDrafter(network.spec, network.state_dict(), settings, Origin())
     found = export_drafter(drafter, folder, format=case.format, dtype="float32", golden="none")
-    assert "vLLM" in found["commands"]
+    assert ("--model-impl transformers" in found["commands"]["vLLM"]) == (case.family in VLLM_BY_TRANSFORMERS)
     tokens = case.tokens or network.spec.num_drafts
     stops, expected = plain(case.family)
-    request = {"target": target.facts.path, "prompts": prompts, "stops": stops, "max_tokens": MAX_TOKENS}
+    request = {
+        "target": target.facts.path,
+        "model_impl": "transformers" if case.family in VLLM_BY_TRANSFORMERS else "auto",
+        "prompts": prompts,
+        "stops": stops,
+        "max_tokens": MAX_TOKENS,
+    }
     served = vllm(drafter=str(folder), tokens=tokens, **request)
     assert served.pop("answers") == expected, "every answer is the one without a drafter"
     assert len(expected[0]) <= STOP_AT + 1 and len(expected[1]) == MAX_TOKENS

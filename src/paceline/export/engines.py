@@ -25,6 +25,12 @@ ENGINES = {"zlab": (SGLANG, VLLM, ZLAB), "speculators": (VLLM,)}
 """Format → the engines that read it."""
 ZLAB_TARGETS = ("qwen3", "llama")
 """Model types that ``dflash generate transformers`` is made for."""
+VLLM_BY_TRANSFORMERS = (
+    *("bloom", "cohere", "cohere2", "dbrx", "exaone4", "falcon", "gemma", "gemma2", "gemma3", "gemma3_text", "glm4"),
+    *("glm4_moe", "gpt2", "gptj", "granitemoe", "mixtral", "nemotron", "olmoe", "opt", "qwen2_moe", "stablelm"),
+)
+"""Model types whose classes in vLLM 0.32 do not hand over the outputs of layers; transformers' classes there do. Tried
+with gemma3_text only."""
 HUB_NAME = re.compile(r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*$")
 """A target that the hub knows, if no folder has that name."""
 HUB_CACHE = re.compile(r"models--([^/]+)--([^/]+)/snapshots/")
@@ -151,10 +157,11 @@ def serving_commands(
     speculative = json.dumps({"method": "dflash", "model": folder, "num_speculative_tokens": spec.num_drafts})
     more = " \\\n    --quantization bitsandbytes" if target.quantization == "4bit" else ""
     trust = " \\\n    --trust-remote-code" if target.trust_remote_code else ""
+    classes = " \\\n    --model-impl transformers" if target.model_type in VLLM_BY_TRANSFORMERS else ""
     commands = {
         SGLANG: f"python -m sglang.launch_server \\\n    --model-path {shown} \\\n"
         f"    --speculative-algorithm DFLASH \\\n    --speculative-draft-model-path {draft}{more}{trust}",
-        VLLM: f"vllm serve {shown} \\\n    --speculative-config {shlex.quote(speculative)}{more}{trust}",
+        VLLM: f"vllm serve {shown} \\\n    --speculative-config {shlex.quote(speculative)}{classes}{more}{trust}",
         ZLAB: f'dflash generate transformers --model {shown} --draft {draft} "Why is the sky blue?"',
     }
     hindered = obstacles(spec, format, target)
@@ -174,6 +181,11 @@ def _notes(spec: DrafterSpec, target: ServedTarget) -> Iterator[str]:
         yield (
             f"It was trained for {target.changed}: serve those weights, not the plain ones"
             + (" (MERGED_TARGET: save the merged model to a folder first)." if target.adapter is not None else ".")
+        )
+    if target.model_type in VLLM_BY_TRANSFORMERS:
+        yield (
+            f"vLLM 0.32 takes layers' outputs of a {target.model_type} target from transformers' class only "
+            "(--model-impl transformers), which is slower than its own."
         )
     if target.path.endswith(".gguf"):
         yield "Its target is a GGUF file: engines may want a folder with the same weights, and a tokenizer."
