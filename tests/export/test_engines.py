@@ -34,6 +34,15 @@ def test_command_lines_survive_a_shell(make_spec) -> None:
     assert list(serving_commands(make_spec(), "speculators", "a", target)) == ["vLLM"]
 
 
+def test_classes_of_transformers_where_vllm_hands_over_no_layers(make_spec) -> None:
+    for kind, wanted in (("gemma3_text", True), ("mixtral", True), ("llama", False), ("granite", False)):
+        target = ServedTarget("owner/target", kind)
+        words = shlex.split(serving_commands(make_spec(), "speculators", "a", target)["vLLM"])
+        assert ("--model-impl" in words) == wanted, kind
+        notes = serving_notes(make_spec(), "speculators", target)
+        assert any("transformers' class" in note for note in notes) == wanted, kind
+
+
 @pytest.mark.parametrize(
     ("kind", "format", "left"),
     [

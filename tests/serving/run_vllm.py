@@ -1,10 +1,10 @@
 """Runs in vLLM's environment: engines decode prompts greedily in float32, with or without a drafter.
 
 Reads a folder PLACE from each line of standard input and prints the exit code of the engine that ran for it. Every
-engine is a fork of this process, because importing vLLM takes as long as all the rest. PLACE/request.json has `target` (folder), `drafter` (folder or null), `model_impl`, `tokens`
-(speculative tokens), `prompts` (token ids), `stops` (stop token ids of each prompt), `max_tokens`. Writes
-PLACE/answer.json: `answers` (token ids), `accepted` (drafts of each step of each answer) and the engine's counters;
-and PLACE/log.
+engine is a fork of this process, because importing vLLM takes as long as all the rest. PLACE/request.json has `target`
+(folder), `model_impl`, `drafter` (folder or null), `tokens` (speculative tokens), `prompts` (token ids), `stops` (stop
+token ids of each prompt), `max_tokens`. Writes PLACE/answer.json: `answers` (token ids), `accepted` (drafts of each
+step of each answer) and the engine's counters; and PLACE/log.
 """
 
 from __future__ import annotations
