@@ -20,6 +20,7 @@ from paceline.checkpoint.run_directory import (
     read_run_settings,
 )
 from paceline.cli import command
+from paceline.cli.evaluate_server import ServerArguments, evaluate_server
 from paceline.config import Settings, devices_of
 from paceline.errors import ConfigError
 
@@ -49,7 +50,7 @@ by slot from its counters, output tokens/s and time to first token with several 
 
 
 @dataclass
-class Arguments:
+class Arguments(ServerArguments):
     """Which drafters, on which prompts."""
 
     drafters: Annotated[tuple[Path, ...], tyro.conf.Positional]
@@ -66,21 +67,8 @@ class Arguments:
     device, else cpu."""
     lossless: bool = True
     """Also decode plainly, and compare."""
-    other_target: bool = False
-    """Decode although the target is not the one that a drafter's folder names: fine-tuned since, or quantized. With
-    --server: although the server's model has another name."""
     plot: Path | None = None
     """Also draw acceptance by slot, accepted lengths, τ by tag and by context length: a .png or .svg file."""
-    server: str | None = None
-    """Address of a running server of the run's target and drafter, for example http://localhost:8000."""
-    baseline: str | None = None
-    """Address of a running server of the same target without a drafter."""
-    model: str | None = None
-    """Name of the model at both servers. Unset: the only one that each names."""
-    key_variable: str | None = None
-    """Environment variable that holds the servers' key."""
-    json: bool = False
-    """Print the reports as JSON on standard output."""
 
 
 def run(argv: Sequence[str]) -> int:
@@ -95,9 +83,12 @@ def run(argv: Sequence[str]) -> int:
 
         check_kind(arguments.plot)
     if arguments.server is not None:
-        from paceline.cli.evaluate_server import evaluate_server
-
-        return evaluate_server(arguments, overrides)
+        path = arguments.drafters[0]
+        if len(arguments.drafters) > 1 or not is_run_directory(path):
+            raise ConfigError("--server: give one run directory, whose prompts the server answers")
+        if arguments.plot is not None:
+            raise ConfigError("--plot: not with --server; `paceline report RUN` draws what servers did")
+        return evaluate_server(path, *source_of(path, arguments, overrides), arguments)
     if given := [name for name in ("baseline", "model", "key_variable") if getattr(arguments, name) is not None]:
         raise ConfigError(f"--{given[0].replace('_', '-')}: belongs to --server; give the server's address too")
     if arguments.device is not None:

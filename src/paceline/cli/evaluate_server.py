@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,9 +12,8 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from paceline.checkpoint.run_directory import EVALUATION, add_evaluation, is_run_directory, read_run_facts
+from paceline.checkpoint.run_directory import EVALUATION, add_evaluation, read_run_facts
 from paceline.cli import command
-from paceline.cli.evaluate import Arguments, source_of
 from paceline.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -24,17 +23,39 @@ if TYPE_CHECKING:
     from paceline.evaluate.server_client import MeasuredServer, ServedModel
 
 
-def evaluate_server(arguments: Arguments, overrides: Mapping[str, str]) -> int:
+@dataclass(kw_only=True)
+class ServerArguments:
+    """Which server, and what is common with decoding here."""
+
+    server: str | None = None
+    """Address of a running server of the run's target and drafter, for example http://localhost:8000."""
+    baseline: str | None = None
+    """Address of a running server of the same target without a drafter."""
+    model: str | None = None
+    """Name of the model at both servers. Unset: the only one that each names."""
+    key_variable: str | None = None
+    """Environment variable that holds the servers' key."""
+    other_target: bool = False
+    """Decode although the target is not the one that a drafter's folder names: fine-tuned since, or quantized. With
+    --server: although the server's model has another name."""
+    json: bool = False
+    """Print the reports as JSON on standard output."""
+
+
+def evaluate_server(path: Path, settings: Settings, step: int | None, arguments: ServerArguments) -> int:
     """Measure, show, and write into the run's evaluation.json.
 
+    Args:
+        path, settings: of the run, with its held-out files named.
+        step: of the drafter at the server; None is that of the run's newest export.
+        arguments: with a server.
+
     Raises:
-        PacelineError: flags that do not go together; what `measure_server` raises.
+        PacelineError: one line for each error.
     """
     from paceline.evaluate.server import check_counters
     from paceline.evaluate.server_client import MeasuredServer
 
-    path = _one_run(arguments)
-    settings, step = source_of(path, arguments, overrides)
     key = _key(arguments.key_variable)
     assert arguments.server is not None
     server = MeasuredServer(arguments.server, key)
@@ -63,21 +84,13 @@ def evaluate_server(arguments: Arguments, overrides: Mapping[str, str]) -> int:
     return 0
 
 
-def _one_run(arguments: Arguments) -> Path:
-    if len(arguments.drafters) != 1 or not is_run_directory(arguments.drafters[0]):
-        raise ConfigError("--server: give one run directory, whose prompts the server answers")
-    if arguments.plot is not None:
-        raise ConfigError("--plot: not with --server; `paceline report RUN` draws what servers did")
-    return arguments.drafters[0]
-
-
 def _key(variable: str | None) -> str | None:
     if variable is not None and not os.environ.get(variable):
         raise ConfigError(f"--key-variable {variable}: no such environment variable is set")
     return os.environ[variable] if variable is not None else None
 
 
-def _checked_model(server: MeasuredServer, settings: Settings, arguments: Arguments) -> ServedModel:
+def _checked_model(server: MeasuredServer, settings: Settings, arguments: ServerArguments) -> ServedModel:
     """The model that is asked for, which has a name of the target."""
     from paceline.evaluate.server import check_model
     from paceline.export.engines import ServedTarget
