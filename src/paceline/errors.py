@@ -20,6 +20,9 @@ Every class pickles (errors cross process borders) and also is the builtin it re
 
 from __future__ import annotations
 
+NOT_TRAINED = "stopped while starting: nothing was trained in this start; the same command begins again"
+"""What `Interrupted` says before the first step."""
+
 
 class PacelineError(Exception):
     """Root of all errors that paceline raises on purpose.

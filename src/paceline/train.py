@@ -21,7 +21,7 @@ import torch
 from paceline.checkpoint import checkpoints, run_directory
 from paceline.config import tasks_in_flight
 from paceline.device import deterministic_algorithms, device_errors, own_device
-from paceline.errors import PacelineError, StageError
+from paceline.errors import NOT_TRAINED, Interrupted, PacelineError, StageError
 from paceline.observe.observer import Observer, open_observer
 from paceline.pipeline.coordinator import Coordinator, Work
 from paceline.pipeline.messages import batch_name
@@ -92,6 +92,7 @@ def train(run: Run, *, notice: Callable[[str], None], console: Console | None = 
             deterministic_algorithms(run.settings.train.deterministic),
         ):
             for report, times in engine(run, stop, observer, saves):
+                stop.training = True
                 if first:
                     observer.step(completed(report, times))
                 last = report.step
@@ -102,7 +103,7 @@ def train(run: Run, *, notice: Callable[[str], None], console: Console | None = 
         status = "finished" if last == total else "stopped"
         if profiled is not None and first:
             observer.note(f"profile of the steps: {profile}" if profile.exists() else "no step was profiled")
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, Interrupted):
         status = "interrupted"
         raise
     except PacelineError as error:
@@ -176,6 +177,8 @@ def _inline(
         learn(learner.probe, tapped(host))
     for host in run.plan.validation_batches(run.heldout):
         learner.hold_for_validation(tapped(host))
+    if stop():
+        raise Interrupted(NOT_TRAINED)
     batches = run.plan.host_batches(steps, run.local_ranks, run.num_ranks)
     profile, peaks, guarded = _profile(run), PeakMemory(device), False
     for planned in steps:

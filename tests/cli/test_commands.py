@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from paceline.cli import COMMANDS, command, main
-from paceline.errors import ConfigError, StageError
+from paceline.errors import NOT_TRAINED, ConfigError, Interrupted, StageError
 
 
 @pytest.mark.parametrize("command", [None, *COMMANDS])
@@ -67,7 +67,12 @@ def test_errors_and_interrupts_become_lines_and_exit_codes(capfd: pytest.Capture
 
     assert command.guarded(two_errors, []) == 2
     assert command.guarded(failed, []) == 1
+
+    def stopped(_: object) -> int:
+        raise Interrupted(NOT_TRAINED)
+
     assert command.guarded(interrupted, []) == 130
+    assert command.guarded(stopped, []) == 130
     lines = capfd.readouterr().err.splitlines()
     assert lines[:3] == [
         "error: a.yaml:1: [first] error",
@@ -75,6 +80,7 @@ def test_errors_and_interrupts_become_lines_and_exit_codes(capfd: pytest.Capture
         "error: stage target 0 failed",
     ]
     assert lines[3].startswith("interrupted")
+    assert lines[4].startswith("stopped while starting: nothing was trained")
 
 
 def test_errors_pickle_with_their_errors() -> None:

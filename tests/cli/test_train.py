@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import shutil
+import signal
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -18,7 +20,7 @@ SHORT = {"train": {"max_steps": 2}, "checkpoint": {"every_steps": 1}}
 @pytest.fixture
 def own_store(make_run: MakeRun, tmp_path: Path) -> Path:
     """A settings file of a short run whose store is in its run directory."""
-    return make_run(data={"store": None, "heldout_share": 0.1}, **SHORT)
+    return make_run(data={"store": None, "heldout_share": 0.1}, observe={"console": "plain"}, **SHORT)
 
 
 def test_the_report_of_prepare_is_printed_once(own_store: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -80,3 +82,58 @@ def test_one_file_for_both_roles_is_named(command: str, make_run: MakeRun, few_c
     assert main([command, str(settings)]) == 1
     found = capfd.readouterr()
     assert f"data.heldout: {few_chats} is in data.train too" in found.out + found.err
+
+
+@pytest.mark.parametrize("phase", ["paceline.cli.train.ready_store", "paceline.target_model.load.load_target"])
+def test_ctrl_c_while_starting_trains_nothing(
+    phase: str, make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd
+) -> None:
+    settings = str(make_run(data={"store": None}, observe={"console": "plain"}, **SHORT))
+    module, _, name = phase.rpartition(".")
+    original = getattr(import_module(module), name)
+
+    def interrupted(*arguments: object, **named: object) -> object:
+        signal.raise_signal(signal.SIGINT)
+        return original(*arguments, **named)
+
+    monkeypatch.setattr(phase, interrupted)
+    assert main(["train", settings]) == 130
+    said = capfd.readouterr().err
+    assert said.count("nothing was trained in this start") == 1 and "error" not in said and "failed" not in said
+    monkeypatch.undo()
+    assert main(["train", settings]) == 0
+    assert "finished before" not in capfd.readouterr().err
+
+
+def test_a_finished_run_that_is_started_again_says_so(make_run: MakeRun, capfd: pytest.CaptureFixture[str]) -> None:
+    settings = str(make_run(observe={"console": "plain"}, **SHORT))
+    assert main(["train", settings]) == 0
+    assert "trained 2 steps; next: paceline evaluate" in capfd.readouterr().err
+    assert main(["train", settings]) == 0
+    assert "finished before, all 2 steps; next: paceline evaluate" in capfd.readouterr().err
+
+
+def test_quiet_prints_warnings_only(make_run: MakeRun, capfd: pytest.CaptureFixture[str]) -> None:
+    settings = make_run(data={"store": None, "heldout_share": 0.1}, observe={"console": "quiet"}, **SHORT)
+    assert main(["train", str(settings)]) == 0
+    assert capfd.readouterr() == ("", "")
+
+
+def test_more_epochs_are_refused_with_the_way_on(make_run: MakeRun, tmp_path: Path, capfd) -> None:
+    assert main(["train", str(make_run(**SHORT))]) == 0
+    capfd.readouterr()
+    run_dir = str(tmp_path / "run")
+    assert main(["train", run_dir, "--train.epochs", "30"]) == 1
+    said = capfd.readouterr().err
+    assert f"`paceline export {run_dir}`, then another run_dir with drafter.init set to that folder" in said
+
+
+@pytest.mark.parametrize("command", [["evaluate", "--prompts"], ["export", "--out"]])
+def test_a_step_without_a_checkpoint_lists_those_there_are(
+    command: list[str], make_run: MakeRun, tmp_path: Path, few_chats, capfd
+) -> None:
+    assert main(["train", str(make_run(**SHORT))]) == 0
+    capfd.readouterr()
+    value = str(few_chats) if command[0] == "evaluate" else str(tmp_path / "out")
+    assert main([command[0], str(tmp_path / "run"), "--step", "77", command[1], value]) == 1
+    assert "no checkpoint of step 77; there are: 1, 2; give one of them" in capfd.readouterr().err

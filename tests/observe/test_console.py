@@ -4,6 +4,7 @@ import io
 from dataclasses import replace
 
 import numpy as np
+import pytest
 from rich.console import Console
 
 from observed_runs import random_samples, report_of
@@ -53,6 +54,16 @@ def test_a_terminal_gets_a_bar_with_time_left_and_stage_shares(tmp_path):
         assert phrase in text, phrase
 
 
+@pytest.mark.parametrize("kind", ["plain", "rich"])
+def test_a_failure_is_left_to_who_started_the_run(kind, tmp_path):
+    screen = io.StringIO()
+    console = Console(file=screen, width=200)
+    observer = open_observer(ObserveConfig(console=kind), tmp_path, total_steps=50, header={}, console=console)
+    observer.step(report_of(1, SAMPLES, seconds=0.1))
+    observer.close("failed: stage target 0: out of memory")
+    assert "out of memory" not in screen.getvalue() and "failed" not in screen.getvalue()
+
+
 def test_quiet_shows_warnings_only(tmp_path):
     assert watch(tmp_path, ObserveConfig(console="quiet"), terminal=True).count("\n") == 1
 
@@ -88,6 +99,6 @@ def test_text_of_the_run_is_not_markup(tmp_path):
     observer._view._console.file = screen
     observer.note("[bold]:x:[/x] \x1b[31m")
     observer.warn("[/b] :warning:")
-    observer.close("failed: [/x]")
+    observer.close("stopped [/x]")
     text = screen.getvalue()
-    assert "[bold]:x:[/x] \\x1b[31m" in text and "warning: [/b] :warning:" in text and "failed: [/x]" in text
+    assert "[bold]:x:[/x] \\x1b[31m" in text and "warning: [/b] :warning:" in text and "stopped [/x]" in text

@@ -349,8 +349,12 @@ def load_drafter(run_dir: Path, step: int | None = None) -> tuple[dict[str, Any]
     chosen = newest_step(run_dir) if step is None else step
     folder = checkpoint_path(run_dir, chosen)
     if not chosen or not (folder / NOTE).is_file():
-        have = ", ".join(map(str, steps(run_dir))) or "none"
-        raise CheckpointError(f"{run_dir}: no checkpoint of step {step or 'any'} (there are: {have}); train first")
+        if not (have := steps(run_dir)):
+            raise CheckpointError(f"{run_dir}: no checkpoint yet; train first")
+        raise CheckpointError(
+            f"{run_dir}: no checkpoint of step {chosen}; there are: {', '.join(map(str, have))}; give one of them, or "
+            "leave out --step for the newest"
+        )
     if error := damage_of(run_dir, chosen, [WEIGHTS]):
         raise CheckpointError(f"{folder}: {error}; choose another with --step, or train on")
     return facts["drafter"], load_file(folder / WEIGHTS), chosen

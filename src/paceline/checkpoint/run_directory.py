@@ -252,6 +252,11 @@ def _changed_settings(run_dir: Path, settings: Settings) -> Iterator[str]:
     allowed = f"; {asked}one run may change {', '.join(FREE_SECTIONS)}, and of the rest {', '.join(FREE_KEYS)}"
     for name in fixed:
         told = f"{run_dir}: made with {name} = {before.get(name)!r}, asked for {after[name]!r}; give another run_dir"
+        if name in ("train.epochs", "train.max_steps"):
+            told += (
+                f" (the length decides the learning rate of every step; to train on from the weights of this run: "
+                f"`paceline export {run_dir}`, then another run_dir with drafter.init set to that folder)"
+            )
         yield told + (allowed if name == fixed[-1] else "")
 
 

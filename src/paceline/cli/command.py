@@ -18,7 +18,7 @@ from rich.markup import escape
 
 from paceline.checkpoint.run_directory import is_run_directory, read_run_settings
 from paceline.config import Settings, hint_for, known_names, load_settings, setting_rows
-from paceline.errors import ConfigError, PacelineError
+from paceline.errors import ConfigError, Interrupted, PacelineError
 from paceline.terminal import PlainConsole
 from paceline.text import first_line, masked
 
@@ -133,6 +133,9 @@ def guarded(command: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int
     """Run a command; turn errors and Ctrl-C into one line each and an exit code (0 done, 1 failed, 2 misused)."""
     try:
         return command(argv)
+    except Interrupted as stop:
+        notice(str(stop))
+        return stop.exit_code
     except PacelineError as error:
         for line in error.errors:
             show_error(line)

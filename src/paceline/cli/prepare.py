@@ -130,7 +130,8 @@ def prepare_run(settings: Settings, *, replace: bool = False) -> PrepareReport:
     run_dir = Path(settings.run_dir)
     expected = read_run_facts(run_dir).get("data_fingerprint") if is_run_directory(run_dir) else None
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f} %"))
-    with Progress(*columns, TimeRemainingColumn(), console=command.stderr, transient=True) as bars:
+    hidden = settings.observe.console == "quiet" or not command.stderr.is_terminal
+    with Progress(*columns, TimeRemainingColumn(), console=command.stderr, transient=True, disable=hidden) as bars:
         tasks = {
             name: bars.add_task(name, total=None, visible=False) for name in ("reading", "tokenizing", "finishing")
         }

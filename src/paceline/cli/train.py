@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import tyro
-from rich.markup import escape
 
 from paceline.checkpoint.run_directory import check_writable, is_run_directory
 from paceline.checkpoint.run_lock import hold_run
 from paceline.cli import command
 from paceline.config import Settings
+from paceline.errors import NOT_TRAINED, Interrupted
 
 if TYPE_CHECKING:
     from paceline.run.run import Run
@@ -67,34 +67,51 @@ def run(argv: Sequence[str]) -> int:
 def train_run(settings: Settings) -> Outcome:
     """Prepare where needed, show what is about to be trained, train, say how it ended."""
     from paceline.pipeline.multinode import joined, this_node
-    from paceline.run.build import build_run, resolve_models
-    from paceline.run.support import check_support
 
     here, run_dir = this_node(), Path(settings.run_dir)
-    check_support(settings, here)
-    if here.number == 0:
-        check_writable(run_dir)
-    models = resolve_models(settings)
     held = hold_run(run_dir) if here.number == 0 else nullcontext()
-    with held, joined(here, settings.flow.stall_limit_s) as nodes:
-        nodes.in_turn(lambda: ready_store(settings, models.facts))
+    quiet = settings.observe.console == "quiet"
+    with _starting():
+        from paceline.run.build import build_run, resolve_models
+        from paceline.run.support import check_support
         from paceline.train import train
 
-        run = build_run(settings, models, nodes)
-        show_run(run)
+        check_support(settings, here)
+        if here.number == 0:
+            check_writable(run_dir)
+        models = resolve_models(settings)
+    with held, joined(here, settings.flow.stall_limit_s) as nodes:
+        with _starting():
+            nodes.in_turn(lambda: ready_store(settings, models.facts))
+            run = build_run(settings, models, nodes)
+            if not quiet:
+                show_run(run)
         outcome = train(run, notice=command.notice, console=command.stderr)
-    if not nodes.first:
-        command.stderr.print(f"machine {here.number} of {here.count} is done at step {outcome.step}")
-        return outcome
-    where = escape(str(run.run_dir))
-    if outcome.stopped:
-        command.stderr.print(
-            f"stopped at step {outcome.step} of {outcome.total_steps}, checkpoint written; "
-            f"resume with: paceline train {where}"
-        )
-    else:
-        command.stderr.print(f"trained {outcome.step} steps; next: paceline evaluate {where}")
+    if not quiet or outcome.stopped:
+        command.stderr.print(_ending(run, outcome), markup=False)
     return outcome
+
+
+@contextmanager
+def _starting() -> Generator[None]:
+    """Ctrl-C before training has nothing to save."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise Interrupted(NOT_TRAINED) from None
+
+
+def _ending(run: Run, outcome: Outcome) -> str:
+    """How a run ended, and what comes next."""
+    here = run.nodes.here
+    if not run.nodes.first:
+        return f"machine {here.number} of {here.count} is done at step {outcome.step}"
+    if outcome.stopped:
+        where = f"stopped at step {outcome.step} of {outcome.total_steps}, checkpoint written"
+        return f"{where}; resume with: paceline train {run.run_dir}"
+    if not run.remaining:
+        return f"{run.run_dir}: finished before, all {outcome.step} steps; next: paceline evaluate {run.run_dir}"
+    return f"trained {outcome.step} steps; next: paceline evaluate {run.run_dir}"
 
 
 def ready_store(settings: Settings, facts: TargetFacts) -> None:
@@ -114,7 +131,8 @@ def ready_store(settings: Settings, facts: TargetFacts) -> None:
             command.notice(f"{settings.store_path}: the store of this run is missing; it is made again")
         report = prepare_run(settings)
         use = use_of(report.store, settings)
-        if not report.reused:  # else `paceline prepare` has shown it
+        # Where it was there, `paceline prepare` has shown it.
+        if not report.reused and settings.observe.console != "quiet":
             command.stderr.print(render(report, use))
     else:
         target = settings.target

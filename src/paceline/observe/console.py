@@ -40,8 +40,9 @@ class View:
         self._console.print(Text.assemble(("warning: ", "bold yellow"), text))
 
     def close(self, status: str) -> None:
-        """The run is over."""
-        self.note(f"training {status}")
+        """The run is over; who started it says why it failed."""
+        if not status.startswith("failed"):
+            self.note(f"training {status}")
 
 
 def open_view(settings: ObserveConfig, console: Console, *, total_steps: int, first_step: int) -> View:

@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any, Protocol
 
 from paceline.config import FlowConfig
-from paceline.errors import Interrupted, PacelineError, StageError
+from paceline.errors import NOT_TRAINED, Interrupted, PacelineError, StageError
 from paceline.pipeline.feature_pool import FeaturePool
 from paceline.pipeline.messages import (
     BufferReleased,
@@ -178,7 +178,7 @@ class Coordinator:
     def _listen_until(self, done: Callable[[], bool]) -> None:
         while not done():
             if self._stop_requested():
-                raise Interrupted("stopped while the workers were starting; nothing was trained in this start")
+                raise Interrupted(NOT_TRAINED)
             deque(self._listen(), maxlen=0)  # no step is taken yet
 
     def _stops_before(self, planned: PlannedStep) -> bool:

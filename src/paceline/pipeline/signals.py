@@ -11,11 +11,12 @@ from typing import Any
 class GracefulStop:
     """Ctrl-C and SIGTERM: the first asks for a stop after the open window, the second interrupts at once.
 
-    Used as a context manager around the loop; calling it tells whether a stop was asked for.
+    Used as a context manager around the loop; calling it tells whether a stop was asked for. `training` is set by the
+    loop with its first step.
     """
 
     def __init__(self, notice: Callable[[str], None]) -> None:
-        self._notice, self._asked = notice, False
+        self._notice, self._asked, self.training = notice, False, False
         self._before: dict[signal.Signals, Any] = {}
 
     def __call__(self) -> bool:
@@ -35,4 +36,9 @@ class GracefulStop:
         if self._asked:
             raise KeyboardInterrupt
         self._asked = True
-        self._notice("stopping: the open step is finished and a checkpoint written; once more stops at once, without")
+        if self.training:
+            self._notice(
+                "stopping: the open step is finished and a checkpoint written; once more stops at once, without"
+            )
+        else:
+            self._notice("stopping before the first step; once more stops at once")
