@@ -72,12 +72,22 @@ def test_a_metric_counts_for_the_next_checkpoint() -> None:
     known = Known()
     saves = saving(known, [0.0], keep_best="validation/loss")
     known.values = {"validation/loss": (3, 2.5), "loss": (5, 1.0)}
-    assert saves.announce(5) == {"epoch": 0, "window": 4, "micro_batches": 10, "metrics": {"validation/loss": 2.5}}
+    best = {"metric": "validation/loss", "better": "lower"}
+    place = {"epoch": 0, "window": 4, "micro_batches": 10}
+    assert saves.announce(5) == {**place, "best_by": best, "metrics": {"validation/loss": 2.5}}
     assert saves.announce(10)["metrics"] == {}
     known.values["validation/loss"] = (15, 2.0)
     assert saves.announce(15)["metrics"] == {"validation/loss": 2.0}
     assert saves.announce(15)["metrics"] == {"validation/loss": 2.0}
     assert known.events == [5, 10, 15]
+
+
+def test_held_out_tau_is_noted_whatever_is_kept() -> None:
+    known = Known()
+    saves = saving(known, [0.0])
+    known.values = {"validation/tau": (5, 2.5), "validation/loss": (5, 3.0)}
+    note = saves.announce(5)
+    assert (note["best_by"], note["metrics"]) == (None, {"validation/tau": 2.5})
 
 
 def test_an_open_checkpoint_is_finished_after_an_error(tmp_path: Path) -> None:

@@ -154,11 +154,9 @@ def _room(run_dir: Path) -> str:
 
 def _prune(run_dir: Path, keep_last: int, keep_every: int | None, keep_best: Best | None) -> None:
     """Remove what need not be kept; renamed first, so that a kill in between leaves nothing that looks whole."""
-    metric = keep_best.metric if keep_best is not None else None
-    decoded = _decoded(run_dir, metric)
-    candidates = [Candidate(step, decoded.get(step, _metric(run_dir, step, metric))) for step in steps(run_dir)]
-    keep = kept(candidates, keep_last=keep_last, keep_every=keep_every, keep_best=keep_best)
-    for step in sorted({candidate.step for candidate in candidates} - keep):
+    found = candidates(run_dir, keep_best.metric if keep_best is not None else None)
+    keep = kept(found, keep_last=keep_last, keep_every=keep_every, keep_best=keep_best)
+    for step in sorted({candidate.step for candidate in found} - keep):
         path = checkpoint_path(run_dir, step)
         old = path.with_name(path.name + PRUNED)
         try:
@@ -173,10 +171,17 @@ def _prune(run_dir: Path, keep_last: int, keep_every: int | None, keep_best: Bes
             ) from error
 
 
+def candidates(run_dir: Path, metric: str | None) -> list[Candidate]:
+    """All whole checkpoints by ascending step, with what was measured for each."""
+    decoded = _decoded(run_dir, metric)
+    return [Candidate(step, decoded.get(step, _metric(run_dir, step, metric))) for step in steps(run_dir)]
+
+
 def _decoded(run_dir: Path, metric: str | None) -> dict[int, float]:
     """What decoding held-out prompts with a checkpoint gave, by step; empty for other metrics."""
     key = DECODED.get(metric or "")
-    return {entry["step"]: entry[key] for entry in read_evaluations(run_dir)} if key else {}
+    found = ((entry["step"], entry.get(key)) for entry in read_evaluations(run_dir)) if key else ()
+    return {step: float(value) for step, value in found if isinstance(value, (int, float))}
 
 
 def _metric(run_dir: Path, step: int, metric: str | None) -> float | None:

@@ -47,9 +47,12 @@ def kept(
     keep = set(steps[-keep_last:])
     if keep_every is not None:
         keep |= {step for step in steps if step % keep_every == 0}
-    if keep_best is not None:
-        sign = 1.0 if keep_best.better == "lower" else -1.0
-        measured = [(sign * c.value, c.step) for c in candidates if c.value is not None and math.isfinite(c.value)]
-        if measured:
-            keep.add(min(measured)[1])
-    return keep
+    best = best_candidate(candidates, keep_best) if keep_best is not None else None
+    return keep if best is None else keep | {best.step}
+
+
+def best_candidate(candidates: Sequence[Candidate], best: Best) -> Candidate | None:
+    """The best checkpoint: of equals the oldest; None where none has a number."""
+    sign = 1.0 if best.better == "lower" else -1.0
+    measured = [(sign * c.value, c.step, c) for c in candidates if c.value is not None and math.isfinite(c.value)]
+    return min(measured)[2] if measured else None

@@ -119,6 +119,31 @@ def read_settings(path: Path, overrides: dict[str, str]) -> Settings:
     return read_run_settings(path, overrides) if is_run_directory(path) else load_settings(path, overrides)
 
 
+def step_of_run(run_dir: Path, step: int | None, *, best: bool) -> int | None:
+    """The checkpoint that ``--step`` or ``--best`` asks for; None for the newest.
+
+    Raises:
+        ConfigError: both are given.
+        CheckpointError: none was measured.
+    """
+    from paceline.checkpoint.best import best_step
+
+    if best and step is not None:
+        raise ConfigError(f"--best: does not go with --step {step}; give one of the two")
+    return best_step(run_dir) if best else step
+
+
+def no_step_of_folder(folder: Path, step: int | None, *, best: bool) -> None:
+    """Refuse ``--step`` and ``--best`` for a drafter folder.
+
+    Raises:
+        ConfigError: one is given.
+    """
+    if best or step is not None:
+        given = "--best" if best else f"--step {step}"
+        raise ConfigError(f"{given}: {folder} is a drafter folder; only runs have steps")
+
+
 def notice(text: str) -> None:
     """Something that the user should know at once."""
     stderr.print(f"[bold yellow]{escape(masked(text))}[/]")

@@ -62,6 +62,8 @@ class Arguments(ServerArguments):
     """Folder or hub name of the target. Unset: the run's; needed for drafter folders."""
     step: int | None = None
     """Checkpoint of a run. Unset: the newest."""
+    best: bool = False
+    """The best checkpoint of each run by checkpoint.keep_best, or where that is unset by held-out τ."""
     device: str | None = None
     """Where both models run, for example cuda:0. Unset: where the run's first target ran, if this machine has that
     device, else cpu."""
@@ -155,13 +157,14 @@ def source_of(path: Path, arguments: Arguments, overrides: Mapping[str, str]) ->
     """Settings under which a drafter is evaluated, and its step."""
     from paceline.data.holdout import heldout_files
 
+    step = None
     if is_run_directory(path):
         settings = read_run_settings(path, overrides)
+        step = command.step_of_run(path, arguments.step, best=arguments.best)
     elif (path / "config.json").is_file():
         if arguments.target is None:
             raise ConfigError(f"{path}: is a drafter folder; name its target with --target")
-        if arguments.step is not None:
-            raise ConfigError(f"--step {arguments.step}: {path} is a drafter folder; only runs have steps")
+        command.no_step_of_folder(path, arguments.step, best=arguments.best)
         settings = _bare_settings(arguments.target, overrides)
     else:
         raise ConfigError(f"{path}: neither a run directory nor a drafter folder; train or export first")
@@ -179,7 +182,7 @@ def source_of(path: Path, arguments: Arguments, overrides: Mapping[str, str]) ->
             f"{path}: no prompts; its settings name no data.heldout and no data.heldout_share, "
             "so give files with --prompts"
         )
-    return settings, arguments.step
+    return settings, step
 
 
 def _check_target(path: Path, settings: Settings, network: Drafter, *, other_target: bool) -> None:

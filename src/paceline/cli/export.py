@@ -42,6 +42,8 @@ class Arguments:
     """Reload the folder and compare it with the drafter."""
     step: int | None = None
     """Checkpoint to export. Unset: the newest."""
+    best: bool = False
+    """Export the best checkpoint by checkpoint.keep_best, or where that is unset by held-out τ."""
     target: str | None = None
     """Path or hub name of the target. Unset: the run's; needed to convert a folder."""
     golden: Literal["random", "target", "none"] = "random"
@@ -67,11 +69,11 @@ def run(argv: Sequence[str]) -> int:
     if not is_run_directory(source) and (source / "config.json").is_file():
         if arguments.out is None:
             raise ConfigError("--out: give the folder to write when converting a drafter folder")
-        if arguments.step is not None:
-            raise ConfigError(f"--step {arguments.step}: {source} is a drafter folder; only runs have steps")
+        command.no_step_of_folder(source, arguments.step, best=arguments.best)
         drafter = drafter_of_folder(source, arguments.target)
     else:
-        drafter = drafter_of_run(source, arguments.step, arguments.target)
+        step = command.step_of_run(source, arguments.step, best=arguments.best)
+        drafter = drafter_of_run(source, step, arguments.target)
     out = arguments.out or source / "export" / arguments.format
     result = export_drafter(
         drafter,

@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
 import tyro
@@ -18,6 +18,9 @@ from rich.text import Text
 from paceline.cli import command
 from paceline.errors import RunDirectoryError
 from paceline.text import duration, fixed, short
+
+if TYPE_CHECKING:
+    from paceline.checkpoint.best import BestCheckpoint
 
 DESCRIPTION = """Say where a run is: whether it trains, its step, time left, newest numbers, last warnings, checkpoints.
 
@@ -54,6 +57,7 @@ class RunStatus:
         time_left_s, idle_s: at the recent speed; since the newest line.
         loss, tau, held_out_tau, real_tokens_per_s: the newest ones.
         checkpoint, next_checkpoint: steps.
+        best_checkpoint: of those that are kept.
         warnings: the last ones, newest last.
     """
 
@@ -72,6 +76,7 @@ class RunStatus:
     real_tokens_per_s: float | None
     checkpoint: int
     next_checkpoint: int | None
+    best_checkpoint: BestCheckpoint | None
     warnings: list[str]
 
 
@@ -108,6 +113,7 @@ def read_status(run_dir: Path) -> RunStatus:
     Raises:
         RunDirectoryError: no run in there.
     """
+    from paceline.checkpoint.best import best_checkpoint
     from paceline.checkpoint.checkpoints import newest_step
     from paceline.checkpoint.run_directory import is_run_directory, read_evaluations
     from paceline.checkpoint.run_lock import trainer_of
@@ -147,6 +153,7 @@ def read_status(run_dir: Path) -> RunStatus:
         real_tokens_per_s=newest["real_tokens_per_s"],
         checkpoint=checkpoint,
         next_checkpoint=min((step // every + 1) * every, total) if training and total and every else None,
+        best_checkpoint=best_checkpoint(run_dir),
         warnings=warnings[-NUM_WARNINGS:],
     )
 
@@ -169,7 +176,8 @@ def render(found: RunStatus) -> Text:
     numbers += [f"{short(found.real_tokens_per_s)} real tokens/s"]
     following = f", next at step {found.next_checkpoint}" if found.next_checkpoint is not None else ""
     text = Text.assemble(f"{found.run}: ", (found.state, state), f" (pid {found.pid})" if found.pid else "")
-    for line in (" · ".join(place), " · ".join(numbers), f"checkpoint of step {found.checkpoint}{following}"):
+    best = f", best: {found.best_checkpoint}" if found.best_checkpoint is not None else ""
+    for line in (" · ".join(place), " · ".join(numbers), f"checkpoint of step {found.checkpoint}{following}{best}"):
         text.append(f"\n  {line}")
     for warning in found.warnings:
         text.append_text(Text.assemble("\n  ", ("warning: ", "bold yellow"), warning))

@@ -103,15 +103,19 @@ def _starting() -> Generator[None]:
 
 def _ending(run: Run, outcome: Outcome) -> str:
     """How a run ended, and what comes next."""
+    from paceline.checkpoint.best import best_checkpoint
+
     here = run.nodes.here
     if not run.nodes.first:
         return f"machine {here.number} of {here.count} is done at step {outcome.step}"
     if outcome.stopped:
         where = f"stopped at step {outcome.step} of {outcome.total_steps}, checkpoint written"
         return f"{where}; resume with: paceline train {run.run_dir}"
+    best = best_checkpoint(run.run_dir)
+    named = "" if best is None else f"best checkpoint: {best}; for it add --best to paceline evaluate and export\n"
     if not run.remaining:
-        return f"{run.run_dir}: finished before, all {outcome.step} steps; next: paceline evaluate {run.run_dir}"
-    return f"trained {outcome.step} steps; next: paceline evaluate {run.run_dir}"
+        return f"{named}{run.run_dir}: finished before, all {outcome.step} steps; next: paceline evaluate {run.run_dir}"
+    return f"{named}trained {outcome.step} steps; next: paceline evaluate {run.run_dir}"
 
 
 def ready_store(settings: Settings, facts: TargetFacts) -> None:

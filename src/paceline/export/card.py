@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from huggingface_hub import ModelCard, ModelCardData
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 
+from paceline.checkpoint.best import BestCheckpoint
 from paceline.export.engines import serving_commands, serving_notes
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ class Origin:
         evaluations: decoding of held-out prompts, oldest first, each with its ``step``.
         versions: of the packages that trained it.
         max_trained_length: longest training sample in tokens, where neither data nor settings are known.
+        best_checkpoint: of the checkpoints that the run had kept when this was written.
     """
 
     step: int | None = None
@@ -73,6 +75,7 @@ class Origin:
     evaluations: Sequence[Mapping[str, Any]] = ()
     versions: Mapping[str, str] = field(default_factory=dict)
     max_trained_length: int | None = None
+    best_checkpoint: BestCheckpoint | None = None
 
     @property
     def trained_length(self) -> int | None:
@@ -216,6 +219,9 @@ def _setting(settings: Mapping[str, Any], name: str) -> Any:
 def _training_rows(origin: Origin) -> Iterator[Row]:
     if origin.step is not None:
         yield "optimizer steps", f"{origin.step}{f' of {origin.total_steps}' if origin.total_steps else ''}"
+    if origin.best_checkpoint is not None:
+        this = "this one, " if origin.best_checkpoint.step == origin.step else ""
+        yield "best checkpoint of the run", f"{this}{origin.best_checkpoint}"
     for name in SETTINGS:
         value = _setting(origin.settings, name)
         if value in (None, {}, []) or value == NEUTRAL.get(name):

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from paceline.checkpoint import run_directory
+from paceline.checkpoint.best import best_checkpoint
 from paceline.checkpoint.checkpoints import load_drafter
 from paceline.config import TargetConfig, settings_copy
 from paceline.drafter.spec import DrafterSpec
@@ -109,6 +110,7 @@ def origin_of_run(run_dir: Path, step: int) -> Origin:
         data=_data_report(Path(settings.store_path)),
         evaluations=[entry for entry in run_directory.read_evaluations(run_dir) if entry["step"] <= step],
         versions=facts.get("versions", {}),
+        best_checkpoint=best_checkpoint(run_dir),
     )
 
 

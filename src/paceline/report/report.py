@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from paceline.checkpoint.best import best_checkpoint
 from paceline.observe.diagnosis.diagnose import diagnose
 from paceline.observe.run_history import History, last_part, read_history
 from paceline.report import plots
@@ -77,6 +78,9 @@ def _tiles(run: History) -> Rows:
         held_out, what = decoded, f"decoded: {conditions(run.evaluations[-1])}"
     else:
         what = "of the validation batches"
+    best = best_checkpoint(run.run_dir)
+    if best is not None:
+        tiles.append(("best checkpoint", f"step {best.step}", f"{best.metric} {fixed(best.value, 3)}"))
     return [
         *tiles,
         ("loss", fixed(run.pooled("loss", late), 3), f"last tenth; first {fixed(first, 3)}"),

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from paceline.checkpoint import checkpoints
+from paceline.checkpoint.best import HELD_OUT_TAU, note_of
 from paceline.checkpoint.checkpoints import DECODED, CheckpointWriter, export_path
 from paceline.checkpoint.retention import DECODE, VALIDATION, Best
 from paceline.checkpoint.run_files import RunFiles
@@ -67,7 +68,7 @@ class CheckpointPolicy:
         return planned.save or (minutes is not None and self._clock() - self._since >= 60 * minutes)
 
     def announce(self, step: int) -> Mapping[str, Any]:
-        """Has everything up to the step written down; the place in the plan and the metric that the best is found by.
+        """Has everything up to the step written down; the place in the plan and the metrics that the best is found by.
 
         A metric counts for the first checkpoint after it was measured; one that was not measured since the checkpoint
         before is not noted.
@@ -76,13 +77,15 @@ class CheckpointPolicy:
             return self._note
         self._metrics.event("checkpoint", step=step)
         self._lost = self._metrics.lost()
-        steps, name = self._run.steps, self._run.settings.checkpoint.keep_best
-        found = self._metrics.newest(name) if name is not None and not name.startswith(DECODE) else None
+        steps, best = self._run.steps, best_of(self._run.settings.checkpoint.keep_best)
+        names = [HELD_OUT_TAU.metric, *([best.metric] if best is not None else [])]
+        known = {name: self._metrics.newest(name) for name in names if not name.startswith(DECODE)}
+        values = {name: found[1] for name, found in known.items() if found is not None and found[0] > self._last}
         self._note = {
             "epoch": steps[step - 1].epoch,
             "window": steps[step - 1].window,
             "micro_batches": sum(len(planned.batches) for planned in steps[:step]),
-            "metrics": {name: found[1]} if found is not None and found[0] > self._last else {},
+            **note_of(best, values),
         }
         self._since, self._last = self._clock(), step
         return self._note
