@@ -238,7 +238,7 @@ def test_an_unknown_directory_is_one_clear_line(tmp_path):
         write_report(tmp_path)
     with pytest.raises(RunDirectoryError, match=r"is a file; give the directory of a run"):
         write_report(tmp_path / "a.txt")
-    with pytest.raises(RunDirectoryError, match=r"does not exist; give the directory of a run"):
+    with pytest.raises(RunDirectoryError, match=r"no such folder; give the directory of a run"):
         write_report(tmp_path / "nothing")
     assert not (tmp_path / "report.html").exists()
 
@@ -290,7 +290,7 @@ def test_the_command_writes_the_file_and_says_where(make_run, tmp_path, capsys):
     assert capsys.readouterr().out.strip() == str(tmp_path / "page.html")
     assert (tmp_path / "page.html").is_file() and not (run_dir / "report.html").exists()
     assert guarded(command.run, [str(tmp_path / "none")]) == 1
-    assert capsys.readouterr().err.strip() == f"error: {tmp_path}/none: does not exist; give the directory of a run"
+    assert capsys.readouterr().err.strip() == f"error: {tmp_path}/none: no such folder; give the directory of a run"
     assert guarded(command.run, [str(run_dir), "--out", str(tmp_path / "no" / "page.html")]) == 1
     assert "cannot be written (No such file or directory); give another --out" in capsys.readouterr().err
 
