@@ -84,7 +84,7 @@ def test_evaluate_takes_the_best(trained: Path, capsys: pytest.CaptureFixture[st
     before = {entry["step"]: entry for entry in run_directory.read_evaluations(trained)}
     words = ["evaluate", str(trained), "--best", "--no-lossless", "--evaluate.max-new-tokens", "3"]
     assert main(words) == 0
-    assert [entry["step"] for entry in run_directory.read_other_evaluations(trained)] == [4]
+    assert [entry["step"] for entry in run_directory.read_evaluations(trained, "others")] == [4]
     assert {entry["step"]: entry for entry in run_directory.read_evaluations(trained)} == before
     for command in ("evaluate", "export"):
         assert main([command, str(trained), "--best", "--step", "2"]) == 2
