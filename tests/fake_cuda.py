@@ -156,12 +156,17 @@ class FakeCuda(TorchDispatchMode):
     def is_locked(self, tensor: Tensor) -> bool:
         return any(begin <= tensor.data_ptr() < end for begin, end in self.locked.items())
 
+    def on_host(self, tensor: Tensor) -> bool:
+        """Whether a tensor was made in the host's memory."""
+        return tensor.untyped_storage().data_ptr() not in self._cards_of_memory
+
     def card_of(self, tensor: Tensor) -> int:
         """The card that holds a tensor; the current one where its memory is not known."""
         return self._cards_of_memory.get(tensor.untyped_storage().data_ptr(), self.current)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, card = dict(kwargs or {}), None
+        to_host = kwargs.get("device") == torch.device("cpu")
         if torch.device(kwargs.get("device") or "cpu").type == "cuda":
             card = self.touch(kwargs["device"])
             kwargs["device"] = torch.device("cpu")
@@ -175,7 +180,8 @@ class FakeCuda(TorchDispatchMode):
             output = self._later(torch.full_like(args[0], 77, dtype=kwargs.get("dtype", args[0].dtype)), args[0])
         else:
             output = func(*args, **kwargs)
-        self._note(card, args, output)
+        if func is not aten.copy_.default:  # what is written into stays where it is
+            self._note(card, () if to_host else args, output)
         return output
 
     def _note(self, card: int | None, args: Any, output: Any) -> None:
@@ -187,6 +193,8 @@ class FakeCuda(TorchDispatchMode):
         for tensor in output if isinstance(output, (list, tuple)) else (output,):
             if card is not None and isinstance(tensor, Tensor):
                 self._cards_of_memory[tensor.untyped_storage().data_ptr()] = card
+            elif isinstance(tensor, Tensor):
+                self._cards_of_memory.pop(tensor.untyped_storage().data_ptr(), None)
 
     def _later(self, target: Tensor, source: Tensor) -> Tensor:
         self.copies += 1

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from paceline.check import gpu_numbers
+from paceline.check import gpu_numbers, gpu_runs
 from paceline.check.gpu import gpu_checks
+from paceline.check.gpu_bench import Bench
+from paceline.check.gpu_runs import command_of
 from paceline.cli import main
+from paceline.config import load_settings
+from paceline.pipeline.telemetry import PipelineTelemetry
+from paceline.run.support import check_support
 
 
 @pytest.mark.slow
@@ -54,6 +60,34 @@ def test_a_crash_is_a_result(tmp_path, monkeypatch):
 def test_misuse_is_one_line(words, says, capsys):
     assert main(["check", *words]) == 2
     assert says in capsys.readouterr().err
+
+
+def test_the_runs_of_a_card_are_accepted(tmp_path, monkeypatch):
+    """What refuses settings must let the runs of stages B and D pass where they are made for a card."""
+    monkeypatch.setattr("paceline.device.num_cards", lambda: 1)
+    bench = Bench("cuda:0", tiny=False, folder=tmp_path)
+    for name, flags in (("inline", {}), ("pipeline", {"flow.mode": "pipeline"}), ("d", {"flow.delivery": "ready"})):
+        words = command_of(bench, name, **flags)
+        settings = load_settings(tmp_path / f"{name}.yaml", dict(word[2:].split("=", 1) for word in words[5:]))
+        assert settings.flow.target_devices == settings.flow.drafter_devices == ["cuda:0"]
+        assert settings.train.deterministic
+        check_support(settings)
+
+
+def test_gauges_are_those_that_workers_log(tmp_path, monkeypatch):
+    bench = Bench("cuda:0", tiny=True, folder=tmp_path)
+    logged = {"memory_peak/target_0_gpu_bytes": 5.0, "memory_peak/drafter_0_gpu_bytes": 7.0, "loss": 0.0}
+    monkeypatch.setattr(gpu_runs, "run", lambda *_, **__: tmp_path)
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"kind": "step", "step": 1, "values": logged}) + "\n")
+    assert gpu_runs.gauges(bench).status == "pass"
+    logged["memory_peak/drafter_0_gpu_bytes"] = 0.0
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"kind": "step", "step": 1, "values": logged}) + "\n")
+    assert gpu_runs.gauges(bench).status == "fail"
+    sink: dict[str, int] = {}
+    telemetry = PipelineTelemetry(SimpleNamespace(gauge=sink.__setitem__, span=lambda *_: None), 1, 1)
+    telemetry.memory("target_0", 3, 4)
+    telemetry.depths((), [], 0)
+    assert sink["memory_peak/target_0_gpu_bytes"] == 4
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -12,11 +12,22 @@ import pytest
 import torch
 
 from drafter_cases import make_learner, small_spec
+from fake_cuda import fake_cuda
 from paceline.config import TargetConfig
+from paceline.device import own_device
 from paceline.drafter.stage import DrafterStage
 from paceline.errors import DrafterError, TargetError
 from paceline.pipeline.feature_pool import FeaturePool
-from paceline.pipeline.messages import DrafterTask, FeaturesReady, MemoryProbe, Probed, TakeStep, TargetTask
+from paceline.pipeline.messages import (
+    BufferReleased,
+    DrafterTask,
+    FeaturesReady,
+    MemoryProbe,
+    Probed,
+    TakeStep,
+    TargetTask,
+    ValidationTask,
+)
 from paceline.target_model.stage import TargetStage
 from paceline.types import HostBatch, PlannedBatch, PlannedStep
 
@@ -89,3 +100,26 @@ def test_what_is_not_deterministic_is_one_line(stage: TargetStage, monkeypatch: 
     monkeypatch.setattr(stage._target, "features", raising(RuntimeError("CUDA error: something else")))
     with pytest.raises(RuntimeError, match="something else"):
         list(stage.handle(MemoryProbe(host([20, 31], [4, 9]), 0)))
+
+
+@pytest.mark.parametrize("transport", ["exact", "fp8"])
+def test_validation_features_are_kept_on_the_host(monkeypatch: pytest.MonkeyPatch, transport: Any) -> None:
+    """The card makes them whole; the host copies them and makes no pass over them."""
+    held: list[Any] = []
+    features = torch.randn(51, 12)
+    with fake_cuda(monkeypatch) as cuda:
+        own_device("cuda:3")
+        pool = FeaturePool(2, 64, 12, torch.float32, 6, transport=transport, taps=2)
+        pool.write(0, features, features[:, :6].contiguous())
+        expected = pool.read(0, 51)
+        learner = SimpleNamespace(device=torch.device("cuda:3"), hold_for_validation=held.append)
+        stage = DrafterStage(lambda: learner, pool, None)
+        cuda.only_copies = True
+        (released,) = stage.handle(ValidationTask(host([20, 31], [4, 9]), 0))
+        assert released == BufferReleased(0)
+        cuda.only_copies = False
+        pool.storage.zero_(), pool.last.zero_()
+        if transport == "exact":  # the fake card converts before the copy arrives
+            assert torch.equal(held[0].features, expected[0])
+        assert held[0].features.shape == (51, 12) and torch.equal(held[0].last_hidden, expected[1])
+        assert [cuda.on_host(kept) for kept in (held[0].features, held[0].last_hidden)] == [True, True]

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from paceline.config import TargetConfig, load_settings
 from paceline.errors import ConfigError, TargetError
+from paceline.target_model.device_map import placement_options
 from paceline.target_model.facts import describe_target
 from paceline.target_model.load import load_target
 from paceline.target_model.preconditions import check_loadable, target_errors
@@ -141,6 +142,16 @@ def test_a_missing_package_is_named(base, monkeypatch):
     with pytest.raises(TargetError, match=r"needs the package bitsandbytes; pip install 'paceline\[quantize\]'"):
         check_loadable(TargetConfig(path=str(base), quantization="8bit"))
     assert "paceline[peft]" in target_errors(TargetConfig(path="x", adapter="y"))[0]
+
+
+def test_a_spread_target_asks_its_own_cards_alone(monkeypatch):
+    """And fills them to a share of their size: the rest is for what it computes."""
+    asked = []
+    monkeypatch.setattr("paceline.target_model.device_map.total_bytes", lambda name: asked.append(name) or 1000)
+    monkeypatch.setattr("paceline.device.num_cards", lambda: 4)
+    found = placement_options(["cuda:2", "cuda:3", "cpu"], "cuda:2", quantised=False)
+    assert found == {"device_map": "auto", "max_memory": {2: 800, 3: 800, "cpu": 800}}
+    assert asked == ["cuda:2", "cuda:3", "cpu"]
 
 
 @pytest.mark.parametrize(

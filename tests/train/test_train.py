@@ -193,6 +193,24 @@ def test_killed_in_the_middle_a_run_goes_on_to_the_same_weights(make_run: MakeRu
     assert [line["step"] for line in metric_lines(run_dir_of(broken))] == list(range(1, 31))
 
 
+def test_killed_with_ready_delivery_each_batch_counts_once(make_run: MakeRun, tmp_path: Path) -> None:
+    """Two targets, whatever is ready first: after two kills, every step trained its own micro-batches, once."""
+    flow = {"mode": "pipeline", "delivery": "ready", "target_devices": ["cpu", "cpu"]}
+    settings = make_run("ready", flow=flow, checkpoint={"every_steps": 5})
+    for number, step in enumerate((5, 15)):
+        log = tmp_path / f"log-{number}"
+        process = start(settings, log)
+        wait_for_checkpoint(process, run_dir_of(settings), step, log)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    assert checkpoints.newest_step(run_dir_of(settings)) < 30, "killed too late to prove anything"
+    assert main(["train", str(settings)]) == 0
+    lines = metric_lines(run_dir_of(settings))
+    planned = built(settings).steps
+    assert [line["step"] for line in lines] == list(range(1, 31))
+    assert [sorted(line["batches"]) for line in lines] == [list(step.batches) for step in planned]
+
+
 def test_ctrl_c_checkpoints_and_ends_with_0_and_the_run_goes_on(make_run: MakeRun, tmp_path: Path) -> None:
     log = tmp_path / "log"
     settings = make_run("stopped", flow={"mode": "pipeline"}, train={"epochs": 100, "max_steps": 999})

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from paceline.device import device_errors, on_stream, side_stream, used_by_compute
 from paceline.drafter.distributed import any_rank, check_equal
@@ -67,10 +71,7 @@ class DrafterStage(Stage):
             self._within_memory(self._learner.probe, message)
             yield Probed()
         elif isinstance(message, ValidationTask):
-            # Kept in the host's memory: on a card they would take gigabytes for the whole run.
-            batch = self._read(message)
-            kept = None if batch.last_hidden is None else batch.last_hidden.clone()
-            self._learner.hold_for_validation(FeatureBatch(message.host, batch.features.clone(), kept))
+            self._learner.hold_for_validation(self._kept(message))
             yield BufferReleased(message.buffer)
         elif isinstance(message, TakeStep):
             if self._writer is not None:
@@ -89,16 +90,20 @@ class DrafterStage(Stage):
                     self._writer.wait()
             yield CheckpointTaken(message.step)
 
-    def _read(self, message: DrafterTask | ValidationTask | MemoryProbe) -> FeatureBatch:
-        """The features of a task's buffer, in the host's memory."""
-        tokens = int(message.host.lengths.sum())
-        return FeatureBatch(message.host, *self._pool.read(message.buffer, tokens))
+    def _kept(self, message: ValidationTask) -> FeatureBatch:
+        """A copy in the host's memory: on a card, validation would take gigabytes for the whole run.
 
-    def _fetch(self, message: DrafterTask | MemoryProbe) -> FeatureBatch:
+        What crosses in fewer bits is made whole on the card, where that takes no time.
+        """
+        batch = self._fetch(message)
+        last = None if batch.last_hidden is None else _host_copy(batch.last_hidden)
+        return replace(batch, features=_host_copy(batch.features), last_hidden=last)
+
+    def _fetch(self, message: DrafterTask | ValidationTask | MemoryProbe) -> FeatureBatch:
         """The features of a task's buffer: a view of it on CPUs; on a GPU a copy, made beside what computes there."""
-        if self._copies is None:
-            return self._read(message)
         device, tokens = self._learner.device, int(message.host.lengths.sum())
+        if self._copies is None:
+            return FeatureBatch(message.host, *self._pool.read(message.buffer, tokens))
         with on_stream(self._copies):
             features, last = self._pool.read(message.buffer, tokens, device)
         # The buffer is handed back once the copy has been made, whatever is still computing.
@@ -123,6 +128,10 @@ class DrafterStage(Stage):
         if not self._several_machines:
             return message.stop
         return any_rank(message.stop, world, self._learner.device)
+
+
+def _host_copy(tensor: Tensor) -> Tensor:
+    return torch.empty_like(tensor, device="cpu").copy_(tensor)
 
 
 def out_of_memory(learner: Learner, host: HostBatch) -> str:

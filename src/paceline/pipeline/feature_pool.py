@@ -122,7 +122,9 @@ class FeaturePool:
             last = None if last is None else last.to(device, non_blocking=True)
         if self.transport != "fp8":
             return stored.to(self.dtype), last
-        scales = self._scales(buffer, tokens).to(stored.device, non_blocking=True)
+        scales = self._scales(buffer, tokens)
+        if device is not None:
+            scales = scales.to(device, non_blocking=True)
         return _from_fp8(stored, scales, self.dtype), last
 
     def transport_error(self, features: Tensor) -> float:

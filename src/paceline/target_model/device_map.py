@@ -7,8 +7,11 @@ from typing import Any
 
 import torch
 
-from paceline.device import why_missing
+from paceline.device import main_device, total_bytes, why_missing
 from paceline.errors import TargetError
+
+WEIGHTS_SHARE = 0.8
+"""Share of a device that a spread target's weights may fill; the rest is for features and what a layer computes."""
 
 Map = str | list[str] | dict[str, str] | None
 
@@ -47,11 +50,10 @@ def placement_options(device_map: Map, device: str | torch.device, *, quantised:
         return {"device_map": "auto"}
     assert isinstance(device_map, list), "the settings allow nothing else"
     check_devices(device_map)
-    from accelerate.utils import get_max_memory
-
-    room = get_max_memory()
-    keys = [int(name.partition(":")[2] or 0) if name.startswith("cuda") else name for name in device_map]
-    return {"device_map": "auto", "max_memory": {key: room[key] for key in keys}}
+    # accelerate's own figures open a context on every card of the machine, and leave no room for what is computed.
+    room = {name: int(WEIGHTS_SHARE * total_bytes(name)) for name in device_map}
+    keys = {name: main_device(name).index if name.startswith("cuda") else name for name in device_map}
+    return {"device_map": "auto", "max_memory": {keys[name]: room[name] for name in device_map}}
 
 
 def _lies_in(inner: str, outer: str) -> bool:
