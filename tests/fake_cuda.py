@@ -229,5 +229,6 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch, cards: int = 4) -> Generator[Fake
     for name, value in played.items():
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(Tensor, "record_stream", lambda tensor, stream: None)
+    monkeypatch.setattr(Tensor, "pin_memory", lambda tensor: tensor)  # small inputs, whose copies are not delayed
     with cuda:
         yield cuda

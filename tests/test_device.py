@@ -66,6 +66,18 @@ def test_the_static_rule_allows_named_devices() -> None:
     assert wrong_cuda_calls("torch.cuda.synchronize(card)", home=False)
 
 
+def test_values_of_the_host_go_through_page_locked_memory(project: Path) -> None:
+    """From other memory CUDA waits for its queue before each copy; `to_device` alone takes values of numpy."""
+    made = (".from_numpy(", "torch.as_tensor(", "torch.tensor(")
+    files = [file for role in ("drafter", "target_model") for file in (project / "src/paceline" / role).rglob("*.py")]
+    found = {file.name for file in files if any(name in file.read_text("utf-8") for name in made)}
+    # Whole states, messages between ranks, and what happens once a run or in windows that are diagnosed.
+    assert found <= {"host_copy.py", "distributed.py", "tree.py", *OF_THE_START}
+
+
+OF_THE_START = {"introspect.py", "row_check.py", "shared_weights.py", "tap_guard.py"}
+
+
 @pytest.mark.parametrize(
     ("name", "expected"),
     [

@@ -331,9 +331,11 @@ def test_every_operation_has_a_deterministic_form(objective):
         )
 
     learner.hold_for_validation(make_batch(spec, LENGTHS, last_hidden=True))
-    with Operations(refused):
+    with Operations(refused) as operations:
         train_a_window(learner)
-        learner.step(PlannedStep(1, 0, 0, range(2), save=False, validate=True))
+        report = learner.step(PlannedStep(1, 0, 0, range(2), save=False, validate=True))
+    assert "validation/loss" in report.ratios
+    assert {"mm", "_foreach_mul_"} <= operations.counts.keys(), "forward, backward and step were watched"
 
 
 def test_frozen_tensors_of_another_shape_are_refused():

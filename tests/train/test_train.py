@@ -193,6 +193,7 @@ def test_killed_in_the_middle_a_run_goes_on_to_the_same_weights(make_run: MakeRu
     assert [line["step"] for line in metric_lines(run_dir_of(broken))] == list(range(1, 31))
 
 
+@pytest.mark.slow
 def test_killed_with_ready_delivery_each_batch_counts_once(make_run: MakeRun, tmp_path: Path) -> None:
     """Two targets, whatever is ready first: after two kills, every step trained its own micro-batches, once."""
     flow = {"mode": "pipeline", "delivery": "ready", "target_devices": ["cpu", "cpu"]}

@@ -48,11 +48,13 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        """x · weightᵀ, [..., in] → [..., out]."""
         ctx.save_for_backward(x, weight)
         return F.linear(x, weight.to(x.dtype))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Gradients of x and of the master weight; None where nobody asks."""
         x, weight = ctx.saved_tensors
         gradient = gradients[0].flatten(0, -2)
         d_x = None
@@ -133,11 +135,13 @@ class _SwiGLU(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        """silu(gate) · up."""
         ctx.save_for_backward(gate, up)
         return F.silu(gate).mul_(up)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        """Gradients of gate and up."""
         gate, up = ctx.saved_tensors
         d_up = F.silu(gate).mul_(gradients[0])
         return torch.ops.aten.silu_backward(gradients[0] * up, gate), d_up
@@ -180,11 +184,13 @@ class _Rotation(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """x, rotated by its positions."""
         ctx.save_for_backward(cos, sin)
         return _rotated(x, cos, sin, 1.0)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        """The gradient, rotated back."""
         cos, sin = ctx.saved_tensors
         return _rotated(gradients[0], cos, sin, -1.0), None, None
 

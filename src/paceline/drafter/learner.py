@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from paceline.config.learning import DrafterConfig, ObjectiveConfig, OptimizerConfig
+from paceline.device import to_device
 from paceline.drafter.block_inputs import BlockInputs, build_blocks
 from paceline.drafter.distributed import add_gradients, gather_plain
 from paceline.drafter.host_copy import HostCopy, StateWriter
@@ -363,7 +364,7 @@ class Learner:
         return self.network.training_forward(features, host.lengths, host.anchors, host.anchor_counts, blocks)
 
     def _on_device(self, values: np.ndarray) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(values)).to(self.device, non_blocking=True)
+        return to_device(values, self.device)
 
     def _norms_unmoved(self) -> tuple[Tensor, Tensor]:
         """(norm weights that still are exactly 1, norm weights): a stuck drafter shows here."""

@@ -168,6 +168,7 @@ class TargetModel:
             """A hook that keeps the real tokens' states in the columns of one tap, and ends the forward if final."""
 
             def hook(module: nn.Module, args: Any, output: Any) -> None:
+                """Called by torch with the layer's output."""
                 states = self._states(output, ids, place)
                 here = keep.to(states.device)
                 with on_stream(None if states.device == features.device else copies):
@@ -179,6 +180,7 @@ class TargetModel:
             return hook
 
         def take_last(module: nn.Module, args: Any, output: Any) -> None:
+            """Keeps the real tokens' states of the last layer, and ends the forward."""
             states = self._states(output, ids, -1)
             last.append(states.reshape(-1, hidden).index_select(0, keep.to(states.device)).to(self.device))
             raise ForwardStopped

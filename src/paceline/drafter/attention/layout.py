@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from paceline.device import to_device
 from paceline.errors import DrafterError
 
 
@@ -94,7 +95,7 @@ class Layout:
 
     def tensor(self, values: np.ndarray) -> Tensor:
         """A host array on the layout's device."""
-        return torch.from_numpy(np.ascontiguousarray(values)).to(self.device, non_blocking=True)
+        return to_device(values, self.device)
 
     def ranges(self, window: int | None, causal: bool) -> np.ndarray:
         """What each slot sees: a run of packed context tokens and a run of slots of its own block, half-open.

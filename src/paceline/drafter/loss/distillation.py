@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from paceline.device import to_device
 from paceline.drafter.layers import accumulation_dtype, rows_at_once
 from paceline.drafter.loss.terms import TERMS, Distributions
 
@@ -86,7 +87,7 @@ class _Distillation(torch.autograd.Function):
         correct = torch.empty(count, dtype=torch.bool, device=hidden.device)
         gradient = torch.empty_like(hidden)
         chunk = rows_at_once(chunk, head.shape[0])
-        tokens = torch.from_numpy(labels).to(hidden.device, non_blocking=True)
+        tokens = to_device(labels, hidden.device)
         for begin in range(0, count, chunk):
             part = slice(begin, min(begin + chunk, count))
             logits = (hidden[part] @ head.T).to(kind)
@@ -112,5 +113,6 @@ class _Distillation(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        """Each slot's own gradient, made in the forward pass, times that of its loss."""
         (slope,) = ctx.saved_tensors
         return ((slope * gradients[0][:, None]).to(slope.dtype), *[None] * 7)

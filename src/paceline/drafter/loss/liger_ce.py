@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from paceline.device import to_device
 from paceline.errors import DrafterError
 
 MODULE = "liger_kernel.transformers.fused_linear_cross_entropy"
@@ -36,7 +37,7 @@ def require(device: torch.device) -> None:
 
 def head_cross_entropy(hidden: Tensor, head: Tensor, labels: np.ndarray, chunk: int) -> tuple[Tensor, Tensor]:
     """Cross entropy and hits, slot by slot; see the package. The kernel chooses its own chunks."""
-    tokens = torch.from_numpy(np.ascontiguousarray(labels)).to(hidden.device, non_blocking=True)
+    tokens = to_device(labels, hidden.device)
     losses, hits = _Fused.apply(hidden, head.detach(), tokens)
     return losses, hits
 
@@ -61,5 +62,6 @@ class _Fused(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, None, None]:
+        """Each slot's own gradient, made in the forward pass, times that of its loss."""
         (slope,) = ctx.saved_tensors
         return (slope * gradients[0][:, None]).to(slope.dtype), None, None

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from paceline.device import to_device
 from paceline.drafter.layers import accumulation_dtype
 
 VOCABULARY_TILE = {"cpu": 1024, "cuda": 32768}
@@ -71,8 +72,7 @@ def _chunk(
     # Slots by label: those whose label lies in a tile are a run, known on the host.
     order = np.argsort(labels, kind="stable")
     edges = np.searchsorted(labels[order], np.arange(0, head.shape[0] + tile, tile))
-    slots = torch.from_numpy(order).to(device, non_blocking=True)
-    sorted_labels = torch.from_numpy(labels[order]).to(device, non_blocking=True)
+    slots, sorted_labels = to_device(order, device), to_device(labels[order], device)
     largest = torch.full((count, 1), float("-inf"), dtype=kind, device=device)
     total = torch.zeros(count, 1, dtype=kind, device=device)
     logit = torch.empty(count, dtype=kind, device=device)
