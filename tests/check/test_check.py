@@ -239,6 +239,21 @@ def test_a_batch_that_does_not_fit(make: MakeSettings, monkeypatch: pytest.Monke
     assert found["time"].status == "skipped"
 
 
+def test_a_card_that_is_too_small_by_the_forecast(make: MakeSettings, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The largest batch runs here, on a CPU; the roles of the run would be on one card."""
+    monkeypatch.setitem(CHECKS, "overfit", (lambda bench: CheckResult("overfit", "pass", ""), ()))
+    monkeypatch.setitem(CHECKS, "decoding", (lambda bench: CheckResult("decoding", "pass", ""), ()))
+    sizes = {"target": {"weights": 7 * 2**30}, "drafter": {"gradients": 2**30}}
+    monkeypatch.setattr(memory_budget, "by_device", lambda *_: {"cuda:0": 8 * 2**30})
+    monkeypatch.setattr(memory_budget, "target_bytes", lambda *_: sizes["target"])
+    monkeypatch.setattr(memory_budget, "drafter_bytes", lambda *_: sizes["drafter"])
+    for size, status in ((7.9, "fail"), (8.5, "warn"), (9.5, "pass")):
+        monkeypatch.setattr("paceline.check.run_checks.total_bytes", lambda name, size=size: size * 2**30)
+        found = findings_of(load_settings(make(), {}))["memory"]
+        assert found.status == status
+        assert ("cuda:0 is too small" in found.advice) == (status == "fail")
+
+
 def test_shared_memory_that_is_too_small(make: MakeSettings, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(CHECKS, "overfit", (lambda bench: CheckResult("overfit", "pass", ""), ()))
     monkeypatch.setitem(CHECKS, "decoding", (lambda bench: CheckResult("decoding", "pass", ""), ()))

@@ -24,6 +24,9 @@ from paceline.drafter.memory import CARD_SHARE
 from paceline.text import duration, size
 from paceline.types import FeatureBatch, PlannedStep
 
+LOWER = (
+    "lower plan.token_budget for the target, drafter.positions_per_pass or plan.draft_position_budget for the drafter"
+)
 CLOSE = 1.1
 """A split that is slower than the best by no more than this factor is left alone."""
 FILES = 8
@@ -126,10 +129,7 @@ def check_memory(context: CheckContext) -> CheckResult:
         for step, index in enumerate(places, start=1):
             train_once(context, learner, index, step)
     except torch.OutOfMemoryError:
-        advice = (
-            f"target: {_parts(target)}; drafter: {_parts(drafter)}; lower plan.token_budget for the target, "
-            "drafter.positions_per_pass or plan.draft_position_budget for the drafter"
-        )
+        advice = f"target: {_parts(target)}; drafter: {_parts(drafter)}; {LOWER}"
         detail = f"the largest batch ({load.padded:,} padded tokens, {load.positions:,} draft positions) does not fit"
         return CheckResult("memory", "fail", detail, advice, figures)
     planned = memory_budget.by_device(settings, target, drafter, evaluator)
@@ -144,6 +144,10 @@ def check_memory(context: CheckContext) -> CheckResult:
         + f"; shared memory {size(pool)}"
         + (f"; at most {per_pass:,} draft positions at once" if per_pass is not None else "")
     )
+    over = [name for name, needed in planned.items() if name.startswith("cuda") and needed > total_bytes(name)]
+    if over:
+        advice = f"{', '.join(over)} is too small: target {_parts(target)}; drafter {_parts(drafter)}; {LOWER}"
+        return CheckResult("memory", "fail", detail, advice, figures)
     tight = [name for name, needed in planned.items() if needed > CARD_SHARE * total_bytes(name)]
     free = memory_budget.shared_memory()
     if settings.flow.mode == "pipeline" and free is not None and pool > free:
