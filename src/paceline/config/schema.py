@@ -139,7 +139,7 @@ class PlanConfig(Section):
     num_buckets: int = Field(default=6, ge=1, le=256)
     """Buckets of the bucketed and mixed strategies, of the schedules by bucket, and of the reports."""
     grid_class_batches: int = Field(default=4, ge=1, le=1_000_000)
-    """Strategy grid: neighbouring widths share a class until it fills this many batches, where that wastes little."""
+    """Strategy grid: neighboring widths share a class where more than 1 / this of the batch-mates would meet again."""
     jitter: float = Field(default=0.05, ge=0, le=1)
     """Strategy jittered: standard deviation of the relative perturbation of the lengths before they are sorted."""
     sort_window: int = Field(default=2048, ge=1, le=MAX_COUNT)
