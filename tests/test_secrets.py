@@ -19,7 +19,7 @@ def settings_of(run_dir: Path, address: str = ADDRESS) -> Settings:
     return Settings(run_dir=str(run_dir), target={"path": "t"}, data={"train": [address]})
 
 
-@pytest.mark.parametrize(("address", "mode"), [(ADDRESS, 0o600), ("chats.jsonl", 0o644)])
+@pytest.mark.parametrize(("address", "mode"), [(ADDRESS, 0o600), ("/data/chats.jsonl", 0o644)])
 def test_settings_with_a_secret_are_the_owners(tmp_path: Path, address: str, mode: int) -> None:
     settings = settings_of(tmp_path / "run", address)
     run_dir = open_run(settings, {"total_steps": 1})

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from paceline.cli.evaluate import Arguments, _source
+from paceline.cli.evaluate import Arguments, source_of
 from paceline.cli.prepare import prepare_heldout
 from paceline.config import DataConfig, load_settings
 from paceline.data.holdout import HELDOUT, heldout_files, is_held_out
@@ -124,12 +124,12 @@ def test_evaluation_uses_what_was_split_off(tmp_path: Path, chatml: str, write_r
     (tmp_path / "run" / "run.json").write_text("{}", encoding="utf-8")
     arguments = Arguments((tmp_path / "run",))
     with pytest.raises(ConfigError, match=r"no data\.heldout and no data\.heldout_share"):
-        _source(tmp_path / "run", arguments, {})
+        source_of(tmp_path / "run", arguments, {})
     settings = load_settings(tmp_path / "run" / "settings.yaml", {})
     report = run([rows], settings.store_path, chatml)
-    found, _ = _source(tmp_path / "run", arguments, {})
+    found, _ = source_of(tmp_path / "run", arguments, {})
     assert found.data.heldout == [str(settings.store_path / HELDOUT)]
-    named, _ = _source(tmp_path / "run", arguments, {"data.heldout": f"[{rows}]"})
+    named, _ = source_of(tmp_path / "run", arguments, {"data.heldout": f"[{rows}]"})
     assert named.data.heldout == [rows] == heldout_files([rows], settings.store_path)
     held = prepare_heldout(settings)
     assert held.samples == report.heldout_rows > 0 and Path(held.store) == settings.heldout_store_path
