@@ -123,3 +123,22 @@ def test_validation_features_are_kept_on_the_host(monkeypatch: pytest.MonkeyPatc
             assert torch.equal(held[0].features, expected[0])
         assert held[0].features.shape == (51, 12) and torch.equal(held[0].last_hidden, expected[1])
         assert [cuda.on_host(kept) for kept in (held[0].features, held[0].last_hidden)] == [True, True]
+
+
+def test_a_batch_goes_where_the_one_before_the_last_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two places on the card in turn; a copy into one waits until what was computed with it is done."""
+    seen: list[torch.Tensor] = []
+    batch = host([20, 31], [4, 9])
+    with fake_cuda(monkeypatch) as cuda:
+        own_device("cuda:3")
+        pool = FeaturePool(2, 64, 12, torch.float32, 6)
+        learner = SimpleNamespace(device=torch.device("cuda:3"), accumulate=lambda batch: seen.append(batch.features))
+        stage = DrafterStage(lambda: learner, pool, None)
+        for number in range(4):
+            pool.write(number % 2, torch.full((51, 12), float(number)), torch.zeros(51, 6))
+            cuda.synchronize(3)
+            list(stage.handle(DrafterTask(batch, number % 2)))
+            assert (seen[-1] == number).all()
+            assert stage._copies.waited_for == [cuda.current_stream(3)] * max(0, number - 1)
+        places = [features.data_ptr() for features in seen]
+        assert places[0] == places[2] != places[1] == places[3]

@@ -93,14 +93,14 @@ def test_the_host_makes_no_pass_over_features(qwen3, monkeypatch, transport) -> 
     with fake_cuda(monkeypatch) as cuda:
         own_device("cuda:3")
         stage, pool = make_stage(qwen3, "cuda:3", transport=transport, last=HIDDEN)
-        cuda.only_copies = True
+        cuda.only_copies, room = True, pool.room_on(torch.device("cuda:3"))
         stage._handled = 63  # the next but one is checked by the guard
         for buffer, host in enumerate(HOSTS):
             list(stage.handle(TargetTask(host, buffer)))
             cuda.synchronize(3)
             assert answers(stage) == [buffer]
             tokens = int(host.lengths.sum())
-            assert pool.read(buffer, tokens, torch.device("cuda:3"))[0].shape == (tokens, len(TAPS) * HIDDEN)
+            assert pool.read(buffer, tokens, room)[0].shape == (tokens, len(TAPS) * HIDDEN)
         with pytest.raises(AssertionError, match="passes over page-locked memory"):
             pool.view(0, 13).sum(dtype=torch.float32)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.device import device_errors, on_stream, side_stream, used_by_compute
+from paceline.device import Mark, device_errors, on_stream, side_stream, stream_waits, used_by_compute
 from paceline.drafter.distributed import any_rank, check_equal
 from paceline.drafter.host_copy import StateWriter
 from paceline.drafter.learner import Learner
@@ -56,6 +57,8 @@ class DrafterStage(Stage):
         self._learner = build()
         self._copies = side_stream(self._learner.device)
         pool.pin(self._learner.device)
+        rooms = 0 if self._copies is None else 2  # one is filled while the other is trained on
+        self._rooms = deque(pool.room_on(self._learner.device) for _ in range(rooms))
         self._profile, self._last_step = profile, last_step
         self._several_machines = several_machines
         self._pool, self._writer = pool, writer
@@ -104,8 +107,11 @@ class DrafterStage(Stage):
         device, tokens = self._learner.device, int(message.host.lengths.sum())
         if self._copies is None:
             return FeatureBatch(message.host, *self._pool.read(message.buffer, tokens))
+        room = self._rooms[0]
+        if room.free is not None:
+            stream_waits(self._copies, room.free)
         with on_stream(self._copies):
-            features, last = self._pool.read(message.buffer, tokens, device)
+            features, last = self._pool.read(message.buffer, tokens, room)
         # The buffer is handed back once the copy has been made, whatever is still computing.
         self._copies.synchronize()
         for moved in (features, last):
@@ -117,6 +123,9 @@ class DrafterStage(Stage):
         """Do the work on a task's batch; say what to lower where it does not fit."""
         with device_errors(DrafterError, lambda: out_of_memory(self._learner, message.host)):
             work(self._fetch(message))
+        if self._rooms:
+            self._rooms[0].free = Mark(self._learner.device)
+            self._rooms.rotate(1)
 
     def _agree(self, message: TakeStep) -> bool:
         """With all ranks: that their weights are equal, and whether to stop."""

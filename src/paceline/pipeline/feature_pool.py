@@ -6,13 +6,14 @@ Shape letters: S tokens of a micro-batch, N taps, H hidden size.
 from __future__ import annotations
 
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from paceline.device import page_lock
+from paceline.device import Mark, page_lock
 from paceline.errors import StageError
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -107,24 +108,30 @@ class FeaturePool:
         if last_view is not None and last is not None:
             last_view.copy_(last, non_blocking=True)
 
-    def read(self, buffer: int, tokens: int, device: torch.device | None = None) -> tuple[Tensor, Tensor | None]:
+    def room_on(self, device: torch.device) -> DeviceRoom:
+        """Memory of a card for the largest batch, as it is stored; used again and again, it never becomes fragments."""
+        features = torch.empty(self.storage.shape[1], dtype=self._stored, device=device)
+        return DeviceRoom(device, features, torch.empty(self.last.shape[1], dtype=self.dtype, device=device))
+
+    def read(self, buffer: int, tokens: int, room: DeviceRoom | None = None) -> tuple[Tensor, Tensor | None]:
         """Features [S, N·H] and last states [S, H] of a buffer, in their own type.
 
         Args:
             buffer: its number.
             tokens: real tokens that it holds.
-            device: where they are wanted; converted there, and the copies are queued on the current stream. None: on
-                the host, where nothing is copied that need not be converted.
+            room: of a card, where they are copied to, and converted; that is queued on the current stream. None: they
+                are wanted on the host, where nothing is copied that need not be converted.
         """
         stored, last = self.view(buffer, tokens), self.last_view(buffer, tokens)
-        if device is not None:
-            stored = stored.to(device, non_blocking=True)
-            last = None if last is None else last.to(device, non_blocking=True)
+        if room is not None:
+            stored = room.features[: stored.numel()].view(stored.shape).copy_(stored, non_blocking=True)
+            if last is not None:
+                last = room.last[: last.numel()].view(last.shape).copy_(last, non_blocking=True)
         if self.transport != "fp8":
             return stored.to(self.dtype), last
         scales = self._scales(buffer, tokens)
-        if device is not None:
-            scales = scales.to(device, non_blocking=True)
+        if room is not None:
+            scales = scales.to(room.device, non_blocking=True)
         return _from_fp8(stored, scales, self.dtype), last
 
     def transport_error(self, features: Tensor) -> float:
@@ -163,6 +170,22 @@ class FeaturePool:
                 f"{SHARED_MEMORY} has {free / 2**20:.0f} MiB free; lower plan.token_budget or flow.pool_buffers, "
                 "or give the container more (docker: --shm-size)"
             )
+
+
+@dataclass
+class DeviceRoom:
+    """Memory of a card for one batch.
+
+    Attributes:
+        device: the card.
+        features, last: flat.
+        free: when what was computed with it is done; None before the first use.
+    """
+
+    device: torch.device
+    features: Tensor
+    last: Tensor
+    free: Mark | None = None
 
 
 def _shared(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
