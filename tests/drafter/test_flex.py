@@ -9,9 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch._inductor.exc import LoweringException
 from torch.nn.attention import flex_attention
 
-from drafter_cases import SHAPES, attention_inputs, layout_of
+from drafter_cases import SHAPES, attention_inputs, layout_of, make_batch, make_learner, small_spec
 from paceline.config import load_settings
 from paceline.drafter.anchors import sample_anchors
 from paceline.drafter.attention import BACKENDS, flex
@@ -148,3 +149,26 @@ def test_more_graphs_than_the_limit_are_an_error(compile_with):
         for dtype in (torch.float32, torch.float64):
             query, keys = torch.zeros(1, 2, 256, 16, dtype=dtype), torch.zeros(1, 2, 512, 16, dtype=dtype)
             flex.compiled(query, keys, keys, mask)
+
+
+def test_a_backward_pass_that_does_not_compile_says_the_way_out(monkeypatch):
+    """torch compiles it when it runs first."""
+
+    class Uncompiled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            raise LoweringException(RuntimeError("NoValidChoicesError: no kernel fits\nin two lines"), "flex", (), {})
+
+    spec = small_spec()
+    learner = make_learner(spec)
+    honest = learner._measure
+    monkeypatch.setattr(learner, "_measure", lambda *given: Uncompiled.apply(honest(*given)))
+    with pytest.raises(DrafterError, match=r"^drafter.attention: flex: .*NoValidChoices.*; set .* to split$"):
+        learner.accumulate(make_batch(spec, [20]))
+    monkeypatch.setattr(learner, "_measure", lambda *given: honest(*given) + None)
+    with pytest.raises(TypeError):
+        learner.accumulate(make_batch(spec, [20]))

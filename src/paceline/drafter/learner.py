@@ -21,6 +21,7 @@ from torch.nn import functional as F
 
 from paceline.config.learning import DrafterConfig, ObjectiveConfig, OptimizerConfig
 from paceline.device import to_device
+from paceline.drafter.attention.flex import compiler_errors
 from paceline.drafter.block_inputs import BlockInputs, build_blocks
 from paceline.drafter.distributed import add_gradients, gather_plain
 from paceline.drafter.host_copy import HostCopy, StateWriter
@@ -134,7 +135,8 @@ class Learner:
             teacher_input = last[part.tokens] if last is not None else None
             total = self._measure(part.host, features[part.tokens], teacher_input, self._window, diagnosing)
             if total is not None:
-                total.backward()
+                with compiler_errors():
+                    total.backward()
 
     def probe(self, batch: FeatureBatch) -> None:
         """Does with a micro-batch what `accumulate` does and forgets it, so that what does not fit shows early.

@@ -11,7 +11,8 @@ what torch does then needs the whole score matrix. Passing the limit is an error
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from functools import cache
 
 import numpy as np
@@ -22,7 +23,9 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from paceline.drafter.attention.layout import Layout
 from paceline.errors import DrafterError
+from paceline.text import first_line
 
+COMPILERS = ("torch._dynamo", "torch._inductor", "triton")
 TILE = 128
 """Rows and columns of a mask tile."""
 
@@ -155,19 +158,29 @@ def compiled(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask) -> Tens
     """
     # The compiler takes seconds to import, and only cards need it.
     from torch._dynamo import config
-    from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
-    try:
-        with config.patch(fail_on_recompile_limit_hit=True):
-            output = _kernel()(query, key, value, block_mask=mask, enable_gqa=True)
-    except (TorchDynamoException, FailOnRecompileLimitHit) as error:
-        line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise DrafterError(
-            f"drafter.attention: flex: torch {torch.__version__} cannot compile flex_attention here ({line}); set "
-            "drafter.attention to split"
-        ) from error
+    with compiler_errors(), config.patch(fail_on_recompile_limit_hit=True):
+        output = _kernel()(query, key, value, block_mask=mask, enable_gqa=True)
     assert isinstance(output, Tensor)
     return output
+
+
+@contextmanager
+def compiler_errors() -> Generator[None]:
+    """What torch's compilers raise inside, as one line with the way out; the backward pass is compiled when it runs.
+
+    Raises:
+        DrafterError: flex_attention cannot be compiled here.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not type(error).__module__.startswith(COMPILERS):
+            raise
+        raise DrafterError(
+            f"drafter.attention: flex: torch {torch.__version__} cannot compile flex_attention here "
+            f"({first_line(error)}); set drafter.attention to split"
+        ) from error
 
 
 @cache
