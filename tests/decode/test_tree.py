@@ -36,7 +36,7 @@ def reference_tree(logits, budget, *, temperature=1.0, chain=False):
         }
         if not children:
             break
-        chosen = max(children, key=lambda prefix: children[prefix])
+        chosen = max(children, key=lambda prefix: (children[prefix], -len(prefix)))  # equal ones: first comes first
         nodes[chosen] = children[chosen]
     places = {prefix: place for place, prefix in enumerate(nodes)}
     return (
@@ -93,6 +93,17 @@ def test_fast_trees_equal_the_reference(size, budget, temperature, chain):
     tokens, parents, depths, chances = reference_tree(logits, budget, temperature=temperature, chain=chain)
     assert (fast.tokens.tolist(), fast.parents.tolist(), fast.depths.tolist()) == (tokens, parents, depths)
     np.testing.assert_allclose(fast.log_chances, chances, atol=1e-5)
+
+
+@pytest.mark.parametrize("kinds", [1, 2, 9, 300])
+def test_equal_logits_come_by_token_and_shorter_prefixes_first(kinds):
+    """As many different logits as bfloat16 leaves of near ones: every cut goes through equal prefixes."""
+    random = torch.Generator().manual_seed(kinds)
+    logits = torch.randn(kinds, generator=random).bfloat16()[torch.randint(kinds, (3, 900), generator=random)]
+    for budget in (20, 45):
+        fast = build_tree(logits, budget)
+        tokens, parents, depths, _ = reference_tree(logits, budget)
+        assert (fast.tokens.tolist(), fast.parents.tolist(), fast.depths.tolist()) == (tokens, parents, depths)
 
 
 @pytest.mark.parametrize("size", [3, 640, 1000, 5003])

@@ -76,20 +76,18 @@ def _grow(table: Candidates, budget: int, chain: bool) -> DraftTree:
         found.append(value)
         return len(tokens) - 1
 
-    # Entries: (-log-probability, order, parent, depth, rank, log-probability of the parent).
-    heap: list[tuple[float, int, int, int, int, float]] = []
-    order = 0
+    # Entries: (-log-probability, depth, parent, rank, log-probability of the parent). Of equal prefixes the shorter one
+    # comes first, then the one whose parent does, then the lower token: `paceline.drafter.tree` counts them so as well.
+    heap: list[tuple[float, int, int, int, float]] = []
 
     def push(parent: int, depth: int, rank: int, base: float) -> None:
         """Offers a child of a node, if its slot has a token of that rank."""
-        nonlocal order
         if depth == len(chances):
             return
         while rank >= len(chances[depth]):
             if not table.widen(depth):
                 return
-        heapq.heappush(heap, (-(base + chances[depth][rank]), order, parent, depth, rank, base))
-        order += 1
+        heapq.heappush(heap, (-(base + chances[depth][rank]), depth, parent, rank, base))
 
     if chain:
         parent, base = -1, 0.0
@@ -100,7 +98,7 @@ def _grow(table: Candidates, budget: int, chain: bool) -> DraftTree:
     else:
         push(-1, 0, 0, 0.0)
     while heap and len(tokens) < budget:
-        negative, _, parent, depth, rank, base = heapq.heappop(heap)
+        negative, depth, parent, rank, base = heapq.heappop(heap)
         node = add(parent, depth, rank, -negative)
         push(parent, depth, rank + 1, base)
         push(node, depth + 1, 0, -negative)
