@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from paceline.check import gpu_numbers, gpu_runs
+from paceline.check import gpu_numbers, gpu_runs, gpu_target
 from paceline.check.gpu import gpu_checks
 from paceline.check.gpu_bench import Bench
 from paceline.check.gpu_runs import command_of
@@ -72,6 +72,31 @@ def test_the_runs_of_a_card_are_accepted(tmp_path, monkeypatch):
         assert settings.flow.target_devices == settings.flow.drafter_devices == ["cuda:0"]
         assert settings.train.deterministic
         check_support(settings)
+
+
+def test_features_that_do_not_arrive_fail(tmp_path, monkeypatch):
+    honest = gpu_target.HandOver.send
+
+    def late(way, buffer, batch):
+        sent = honest(way, buffer, batch)
+        way._pool.view(buffer, 1).add_(1.0)
+        return sent
+
+    bench = Bench("cpu", tiny=True, folder=tmp_path)
+    assert gpu_target.hand_over(bench).status == "pass"
+    monkeypatch.setattr(gpu_target.HandOver, "send", late)
+    assert gpu_target.hand_over(bench).status == "fail"
+
+
+def test_the_targets_share_counts_the_layers_that_run(tmp_path, monkeypatch):
+    """Three of its four layers are run."""
+    bench = Bench("cpu", tiny=True, folder=tmp_path, peak_flops=1e9)
+    monkeypatch.setattr(gpu_target, "seconds_of", lambda device, work, repeats: work() and 1.0)
+    target = gpu_target.target_of(bench)
+    assert target.taps == [1, 2] and not target.masked
+    layer = 64 * 64 * 2 + 64 * 16 * 2 + 3 * 64 * 192
+    flops = 3 * (2 * layer * 256 + 4 * 64 * 4 * 64**2 / 2)
+    assert gpu_target.target_forward(bench).figures["share_4x64"] == pytest.approx(flops / 1e9)
 
 
 def test_gauges_are_those_that_workers_log(tmp_path, monkeypatch):

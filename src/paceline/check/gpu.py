@@ -18,7 +18,8 @@ import torch
 from paceline.check.gpu_bench import Bench, Check
 from paceline.check.gpu_numbers import NUMBERS
 from paceline.check.gpu_runs import PIPELINE, RUNS
-from paceline.check.gpu_speed import SPEED
+from paceline.check.gpu_speed import DRAFTER_SPEED
+from paceline.check.gpu_target import TARGET_SPEED
 from paceline.check.results import CheckResult
 from paceline.device import description, own_device
 from paceline.errors import PacelineError
@@ -40,7 +41,7 @@ def gpu_checks(
     Returns:
         Plain values: the machine, and every result.
     """
-    checks: dict[str, dict[str, Check]] = {"A": NUMBERS, "B": RUNS, "C": SPEED, "D": PIPELINE}
+    checks: dict[str, dict[str, Check]] = {"A": NUMBERS, "B": RUNS, "C": TARGET_SPEED | DRAFTER_SPEED, "D": PIPELINE}
     own_device(device)
     bench = Bench(device, tiny, folder)
     results = []

@@ -21,6 +21,7 @@ class Bench:
         device: under test, for example cuda:0 or cpu.
         tiny: small sizes, for a CPU.
         folder: scratch folder.
+        contexts: targets, data and learners of the demo, by device.
         peak_flops: of a bfloat16 product on the device (float32 on a CPU), measured by the first check.
     """
 
@@ -29,6 +30,8 @@ class Bench:
     folder: Path
     peak_flops: float = float("nan")
     contexts: dict[str, CheckContext] = field(default_factory=dict)
+    kept: list[Any] = field(default_factory=list)
+    """Memory that is page-locked, and stays so until the process ends."""
 
     @property
     def is_cuda(self) -> bool:

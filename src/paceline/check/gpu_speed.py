@@ -63,22 +63,27 @@ def learner_of(bench: Bench, spec: DrafterSpec, positions: int) -> Learner:
     )
 
 
-def batch_of(bench: Bench, spec: DrafterSpec, lengths: np.ndarray, anchors: int) -> FeatureBatch:
-    """Random tokens and features, all supervised, so many anchors a sample."""
+def host_of(vocabulary: int, lengths: np.ndarray, anchors: int, block_size: int) -> HostBatch:
+    """Random tokens, all supervised, so many anchors a sample."""
     random, width = np.random.default_rng(0), int(lengths.max())
-    ids = random.integers(3, spec.vocab_size - 1, (len(lengths), width))
+    ids = random.integers(3, vocabulary - 1, (len(lengths), width))
     mask = np.arange(width) < lengths[:, None]
     rows = [
         sample_anchors(mask[row, :length], seed=0, epoch=0, sample=row, limit=anchors)
         for row, length in enumerate(lengths)
     ]
     counts = np.array([len(row) for row in rows])
-    positions, padded = int(counts.sum()) * spec.block_size, width * len(lengths)
+    positions, padded = int(counts.sum()) * block_size, width * len(lengths)
     planned = PlannedBatch(
         index=0, epoch=0, window=0, replica=0, slot=0, bucket=0, rows=np.arange(len(lengths)), width=width,
         real_tokens=int(lengths.sum()), padded_tokens=padded, draft_positions=positions,
     )  # fmt: skip
-    host = HostBatch(planned, np.where(mask, ids, 0), mask, lengths, np.concatenate(rows), counts)
+    return HostBatch(planned, np.where(mask, ids, 0), mask, lengths, np.concatenate(rows), counts)
+
+
+def batch_of(bench: Bench, spec: DrafterSpec, lengths: np.ndarray, anchors: int) -> FeatureBatch:
+    """As `host_of`, with random features."""
+    host = host_of(spec.vocab_size, lengths, anchors, spec.block_size)
     dtype = torch.bfloat16 if bench.is_cuda else torch.float32
     features = torch.randn(int(lengths.sum()), len(spec.taps) * spec.hidden_size, device=bench.device).to(dtype)
     return FeatureBatch(host, features)
@@ -128,5 +133,5 @@ def memory(bench: Bench) -> CheckResult:
     return verdict("memory", abs(error) <= MEMORY_ERROR, detail, advice, {"measured": measured, "forecast": forecast})
 
 
-SPEED: dict[str, Check] = {"drafter step": drafter_step, "memory": memory}
-"""Stage C."""
+DRAFTER_SPEED: dict[str, Check] = {"drafter step": drafter_step, "memory": memory}
+"""The second part of stage C."""

@@ -68,8 +68,18 @@ def layer_costs(settings: TargetConfig) -> list[LayerCost] | None:
         raise TargetError(
             f"target.path = {settings.path}: its layers cannot be counted ({first_line(error)})"
         ) from error
-    text = config.get_text_config(decoder=True)
-    layers, kinds = _layers(model, text.num_hidden_layers, settings.path), _kinds(text)
+    return costs_of_model(model, settings.path)
+
+
+def costs_of_model(model: Any, path: str) -> list[LayerCost] | None:
+    """The decoder layers of a model, on whatever device; see `layer_costs`.
+
+    Args:
+        model: causal language model, or a wrapper around one.
+        path: of the target, for errors.
+    """
+    text = model.config.get_text_config(decoder=True)
+    layers, kinds = _layers(model, text.num_hidden_layers, path), _kinds(text)
     heads = getattr(text, "num_attention_heads", None) or 0
     across = heads * (getattr(text, "head_dim", None) or (text.hidden_size // heads if heads else 0))
     values = [getattr(text, name, None) for name in STATE]
