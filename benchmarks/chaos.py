@@ -27,6 +27,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+from paceline.atomic_files import ASIDE
 from paceline.checkpoint import checkpoints
 
 ASSETS = Path(__file__).parent.parent / "src" / "paceline" / "assets" / "demo"
@@ -161,7 +162,7 @@ def await_moment(start: Start, moment: str, run_dir: Path, chance: random.Random
         reached = lambda: metrics.exists() and metrics.stat().st_size > size + 1500 * lines  # noqa: E731
     else:
         before = set(names(folder))
-        wanted = ".part" if moment == "writing" else ""
+        wanted = ASIDE if moment == "writing" else ""
         reached = lambda: any(name.endswith(wanted) for name in set(names(folder)) - before)  # noqa: E731
     while not reached():
         if start.process.poll() is not None:
@@ -291,7 +292,7 @@ def chaos(arguments: argparse.Namespace, folder: Path) -> int:
             break
         if victim == "worker" and ("error: stage" not in text or code != 1):
             errors.append(f"kill {kills} ({moment}, {victim}): exit code {code}, and no line names the stage: {text}")
-        unfinished = [name for name in names(run_dir / "checkpoints") if name.endswith((".part", ".old"))]
+        unfinished = [name for name in names(run_dir / "checkpoints") if name.endswith((ASIDE, ".old"))]
         counts[f"{moment} × {victim}"] += 1
         counts["kills that left a half-written checkpoint"] += bool(unfinished)
         kills += 1
