@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from paceline.decode.draft_tree import build_tree
 from paceline.drafter.tree import tree_streaks
 
 EXAMPLE = [[0.6, 0.3, 0.1], [0.5, 0.4, 0.1], [0.9, 0.05, 0.05]]
@@ -34,9 +35,9 @@ def heap_tree(chances: np.ndarray, budget: int) -> list[tuple[tuple[int, ...], f
 
 def batched(chances, labels, live, budgets):
     logs = torch.tensor(chances).log()
-    own = logs.gather(2, torch.tensor(labels)[..., None])[..., 0]
-    top = logs.sort(dim=2, descending=True).values
-    return tree_streaks(top, own, torch.tensor(live), budgets)
+    top = logs.sort(dim=2, descending=True, stable=True)
+    ranks = (top.indices == torch.tensor(labels)[..., None]).int().argmax(2)
+    return tree_streaks(top.values, ranks, torch.tensor(live), budgets)
 
 
 def test_the_example():
@@ -81,12 +82,30 @@ def test_budget_many_tokens_are_enough():
     logs = torch.log_softmax(torch.from_numpy(random.normal(0, 2, (20, 6, 300))), dim=2)
     labels = torch.from_numpy(random.integers(0, 4, (20, 6)))
     order = logs.sort(dim=2, descending=True)
-    own = order.values.gather(2, labels[..., None])[..., 0]
     live = torch.ones(20, 6, dtype=torch.bool)
-    whole, short = (tree_streaks(order.values[..., :n], own, live, [16, 64]) for n in (300, 64))
+    whole, short = (tree_streaks(order.values[..., :n], labels, live, [16, 64]) for n in (300, 64))
     assert torch.equal(whole.streaks, short.streaks)
     torch.testing.assert_close(whole.surrogates, short.surrogates)
     assert (whole.streaks[1] >= whole.streaks[0]).all() and whole.streaks.max() > 1
+
+
+@pytest.mark.parametrize("kinds", [2, 9, 60])
+def test_equal_prefixes_count_as_the_built_tree_has_them(kinds):
+    """Few different logits, as bfloat16 leaves of near ones: most cuts go through equal prefixes."""
+    random = torch.Generator().manual_seed(kinds)
+    logits = torch.randn(kinds, generator=random)[torch.randint(kinds, (40, 3, 80), generator=random)].double()
+    labels = torch.randint(12, (40, 3), generator=random)
+    chances, budgets = torch.log_softmax(logits, dim=2), [4, 16, 40]
+    found = batched(chances.exp().numpy(), labels.tolist(), [[True] * 3] * 40, budgets)
+    for row, budget in enumerate(budgets):
+        for block in range(40):
+            tree = build_tree(logits[block].float(), budget)
+            paths = {-1: ()}
+            for node, (parent, token) in enumerate(zip(tree.parents.tolist(), tree.tokens.tolist(), strict=True)):
+                paths[node] = (*paths[parent], token)
+            label = tuple(labels[block].tolist())
+            streak = next((d for d in range(3) if label[: d + 1] not in paths.values()), 3)
+            assert found.streaks[row, block] == streak
 
 
 def test_a_sure_first_slot_before_an_unsure_second_one():

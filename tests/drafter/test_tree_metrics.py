@@ -25,9 +25,9 @@ def test_calibration_finds_the_sampling_temperature():
     sums = []
     for temperature in TEMPERATURES:
         logs = torch.log_softmax(torch.from_numpy(logits) / temperature, dim=2)
-        own = logs.gather(2, torch.from_numpy(labels)[..., None])[..., 0]
+        ranks = (logs > logs.gather(2, torch.from_numpy(labels)[..., None])).sum(2)
         live = torch.ones(3000, 4, dtype=torch.bool)
-        found = tree_streaks(logs.sort(dim=2, descending=True).values, own, live, [8])
+        found = tree_streaks(logs.sort(dim=2, descending=True).values, ranks, live, [8])
         sums.append([float(found.streaks.sum()), float(found.surrogates.sum())])
     assert calibrated_temperature(np.array(sums)) == pytest.approx(1.6, rel=0.05)
     assert calibrated_temperature(np.zeros((len(TEMPERATURES), 2))) is None
@@ -62,8 +62,8 @@ def test_diagnosis_agrees_with_plain_logits():
     assert ratios["tree/streak_16"].denominator == len(host.anchors)
     chances = logits.log_softmax(2)
     labels, live = torch.from_numpy(table.labels).clamp(min=0), torch.from_numpy(table.live)
-    own = chances.gather(2, labels[..., None])[..., 0]
-    found = tree_streaks(chances.topk(min(256, chances.shape[2]), dim=2).values, own, live, (64,))
+    ranks = (chances > chances.gather(2, labels[..., None])).sum(2)
+    found = tree_streaks(chances.topk(min(256, chances.shape[2]), dim=2).values, ranks, live, (64,))
     whole = live.all(1)
     assert 0 < int(whole.sum()) < len(whole), "blocks cut short and whole ones are both needed"
     expected = float(found.streaks[0][whole].sum() / found.surrogates[0][whole].sum())

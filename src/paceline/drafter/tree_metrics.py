@@ -46,7 +46,8 @@ def diagnose(hidden: Tensor, head: Tensor, labels: Tensor, live: Tensor, chunk: 
 
 def _add(logits: Tensor, labels: Tensor, live: Tensor, tally: WindowMetrics) -> None:
     own = logits.gather(2, labels[..., None])
-    rank = (logits > own).sum(2)
+    lower = torch.arange(logits.shape[2], device=logits.device) < labels[..., None]
+    rank = ((logits > own) | ((logits == own) & lower)).sum(2)  # of equal ones, as a tree takes them: by token
     for k in COVERAGE:
         tally.add(f"coverage/{k}", ((rank < k) & live).sum(0))
     tally.add("coverage/live", live.sum(0))
@@ -55,7 +56,7 @@ def _add(logits: Tensor, labels: Tensor, live: Tensor, tally: WindowMetrics) -> 
     for temperature in TEMPERATURES:
         total = torch.logsumexp(logits / temperature, dim=2, keepdim=True)
         budgets = BUDGETS if temperature == 1.0 else (CALIBRATED_BUDGET,)
-        found = tree_streaks(top / temperature - total, (own / temperature - total)[..., 0], live, budgets)
+        found = tree_streaks(top / temperature - total, rank, live, budgets)
         # A block that ends early cannot be accepted further: its expectation is not comparable, so only whole blocks.
         whole = live.all(1)
         index = budgets.index(CALIBRATED_BUDGET)
