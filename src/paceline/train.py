@@ -147,19 +147,23 @@ def _inline(
     run: Run, stop: Callable[[], bool], observer: AnyObserver, saves: CheckpointPolicy
 ) -> Iterator[tuple[StepReport, StepTimes]]:
     """All stages in this process, one after another."""
+    from paceline.drafter.stage import BUILT, out_of_memory_in_step
     from paceline.drafter.stage import out_of_memory as drafter_memory
-    from paceline.drafter.stage import out_of_memory_in_step
     from paceline.target_model.load import load_target
     from paceline.target_model.shared_weights import shared_weights
+    from paceline.target_model.stage import LOADED
     from paceline.target_model.stage import out_of_memory as target_memory
     from paceline.target_model.tap_guard import guard_first_batch
 
     settings, steps, device = run.settings, run.remaining, run.settings.flow.drafter_devices[0]
     torch.set_num_threads(settings.flow.threads)
     own_device(device)
-    target = load_target(settings.target, run.taps, settings.flow.target_devices[0])
+    with device_errors(StageError, lambda: f"stage target failed on start-up: {LOADED.format(device)}"):
+        target = load_target(settings.target, run.taps, settings.flow.target_devices[0])
     weights = shared_weights(target, with_teacher=settings.objective.needs_teacher)
-    learner, writer = learner_factory(run)(weights), checkpoint_writer(run)
+    with device_errors(StageError, lambda: f"stage drafter failed on start-up: {BUILT.format('the drafter is made')}"):
+        learner = learner_factory(run)(weights)
+    writer = checkpoint_writer(run)
 
     def tapped(host: HostBatch) -> FeatureBatch:
         with device_errors(StageError, lambda: _failed("target", host, target_memory(target, device, host))):

@@ -142,3 +142,12 @@ def test_a_batch_goes_where_the_one_before_the_last_was(monkeypatch: pytest.Monk
             assert stage._copies.waited_for == [cuda.current_stream(3)] * max(0, number - 1)
         places = [features.data_ptr() for features in seen]
         assert places[0] == places[2] != places[1] == places[3]
+
+
+def test_out_of_memory_at_the_start_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    full, pool = raising(torch.OutOfMemoryError("CUDA out of memory")), FeaturePool(2, 64, 12, torch.float32)
+    with pytest.raises(DrafterError, match=r"^out of memory while the drafter is made; lower plan.token_budget"):
+        DrafterStage(full, pool, None)
+    monkeypatch.setattr("paceline.target_model.load.load_target", full)
+    with pytest.raises(TargetError, match=r"^out of memory on cpu while the target is loaded .*target.quantization\)$"):
+        TargetStage(TargetConfig(path="x"), TAPS, "cpu", pool)

@@ -269,19 +269,27 @@ def test_deterministic_runs_say_so_to_every_worker(
     assert not torch.are_deterministic_algorithms_enabled()
 
 
-@pytest.mark.parametrize("role", ["target", "drafter", "step"])
+@pytest.mark.parametrize("role", ["target", "drafter", "step", "load", "make"])
 def test_inline_out_of_memory_names_stage_and_batch(
     make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], role: str
 ) -> None:
     def full(*_: Any, **__: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    place = {"target": (TargetModel, "features"), "drafter": (Learner, "accumulate"), "step": (Learner, "step")}[role]
-    monkeypatch.setattr(*place, full)
+    place = {
+        "target": (TargetModel, "features"),
+        "drafter": (Learner, "accumulate"),
+        "step": (Learner, "step"),
+        "load": (import_module("paceline.target_model.load"), "load_target"),
+        "make": (Learner, "__init__"),
+    }
+    monkeypatch.setattr(*place[role], full)
     assert main(["train", str(make_run())]) == 1
     error = capfd.readouterr().err
-    batch = "in a step" if role == "step" else r"on batch \d+ of epoch \d \(samples "
-    assert re.search(
-        rf"error: stage {'drafter' if role == 'step' else role} failed {batch}.*out of memory on cpu", error
-    )
+    batch = r"on batch \d+ of epoch \d \(samples "
+    stage, what = {
+        "target": ("target", batch), "drafter": ("drafter", batch), "step": ("drafter", "in a step"),
+        "load": ("target", "on start-up"), "make": ("drafter", "on start-up"),
+    }[role]  # fmt: skip
+    assert re.search(rf"error: stage {stage} failed {what}.*out of memory", error)
     assert "Traceback" not in error

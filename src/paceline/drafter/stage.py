@@ -32,6 +32,11 @@ from paceline.pipeline.process import Stage
 from paceline.pipeline.profiler import StepProfile
 from paceline.types import FeatureBatch, HostBatch
 
+BUILT = (
+    "out of memory while {}; lower plan.token_budget or drafter.num_layers, or set optimizer.shard for several ranks"
+)
+"""What was made, when memory did not suffice at the start."""
+
 
 class DrafterStage(Stage):
     """Trains the drafter on one device.
@@ -54,11 +59,13 @@ class DrafterStage(Stage):
         last_step: int = 0,
         several_machines: bool = False,
     ) -> None:
-        self._learner = build()
+        with device_errors(DrafterError, lambda: BUILT.format("the drafter is made")):
+            self._learner = build()
         self._copies = side_stream(self._learner.device)
         pool.pin(self._learner.device)
         rooms = 0 if self._copies is None else 2  # one is filled while the other is trained on
-        self._rooms = deque(pool.room_on(self._learner.device) for _ in range(rooms))
+        with device_errors(DrafterError, lambda: BUILT.format("room for two batches of features is made")):
+            self._rooms = deque(pool.room_on(self._learner.device) for _ in range(rooms))
         self._profile, self._last_step = profile, last_step
         self._several_machines = several_machines
         self._pool, self._writer = pool, writer
@@ -74,7 +81,7 @@ class DrafterStage(Stage):
             self._within_memory(self._learner.probe, message)
             yield Probed()
         elif isinstance(message, ValidationTask):
-            self._learner.hold_for_validation(self._kept(message))
+            self._within_memory(self._learner.hold_for_validation, message)
             yield BufferReleased(message.buffer)
         elif isinstance(message, TakeStep):
             if self._writer is not None:
@@ -119,10 +126,12 @@ class DrafterStage(Stage):
                 used_by_compute(moved, device)
         return FeatureBatch(message.host, features, last)
 
-    def _within_memory(self, work: Callable[[FeatureBatch], None], message: DrafterTask | MemoryProbe) -> None:
+    def _within_memory(
+        self, work: Callable[[FeatureBatch], None], message: DrafterTask | ValidationTask | MemoryProbe
+    ) -> None:
         """Do the work on a task's batch; say what to lower where it does not fit."""
         with device_errors(DrafterError, lambda: out_of_memory(self._learner, message.host)):
-            work(self._fetch(message))
+            work(self._kept(message) if isinstance(message, ValidationTask) else self._fetch(message))
         if self._rooms:
             self._rooms[0].free = Mark(self._learner.device)
             self._rooms.rotate(1)

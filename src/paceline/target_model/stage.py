@@ -20,6 +20,13 @@ GUARD_EVERY = 64
 """Batches between two checks of what a worker hands over, beyond that it is finite."""
 
 
+LOADED = (
+    "out of memory on {} while the target is loaded and room for its features is made; spread it over several devices "
+    "(target.device_map), take a smaller target.dtype, or quantize it (target.quantization)"
+)
+"""On which device memory did not suffice at the start."""
+
+
 class TargetStage(Stage):
     """Runs the frozen target on one device, under the tap guard.
 
@@ -36,9 +43,10 @@ class TargetStage(Stage):
     def __init__(self, settings: TargetConfig, taps: Sequence[int], device: str, pool: FeaturePool) -> None:
         from paceline.target_model.load import load_target
 
-        self._target = load_target(settings, taps, device)
         self._pool, self._device = pool, device
-        self._hand_over = HandOver(pool, device)
+        with device_errors(TargetError, lambda: LOADED.format(device)):
+            self._target = load_target(settings, taps, device)
+            self._hand_over = HandOver(pool, device)
         self._sent: deque[tuple[TargetTask | ValidationTask | MemoryProbe, SentBatch]] = deque()
         self._handled = 0
 
