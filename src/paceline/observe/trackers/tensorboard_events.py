@@ -12,15 +12,6 @@ if TYPE_CHECKING:
     from paceline.observe.trackers import TrackerContext
 
 
-def start(context: TrackerContext) -> TensorBoardEvents:
-    """Open the tracker.
-
-    Raises:
-        TrackerError: the package is missing.
-    """
-    return TensorBoardEvents(context)
-
-
 class TensorBoardEvents:
     """Scalars by optimizer step, events as text; steps that a resumed run trains again replace the earlier ones."""
 
@@ -51,3 +42,6 @@ class TensorBoardEvents:
     def _text(self, step: int, time: float, tag: str, content: dict[str, Any]) -> None:
         text = "    " + json.dumps(content, indent=2, default=str).replace("\n", "\n    ")
         self._writer.add_text(tag, text, step, time)
+
+
+start = TensorBoardEvents

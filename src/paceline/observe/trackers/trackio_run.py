@@ -13,15 +13,6 @@ if TYPE_CHECKING:
     from paceline.observe.trackers import TrackerContext
 
 
-def start(context: TrackerContext) -> TrackioRun:
-    """Open the tracker.
-
-    Raises:
-        TrackerError: the package is missing.
-    """
-    return TrackioRun(context)
-
-
 class TrackioRun:
     """One trackio run, resumed under the name of the run directory.
 
@@ -58,3 +49,6 @@ class TrackioRun:
     def close(self, status: str) -> None:
         """Write out what is buffered."""
         self._run.finish()
+
+
+start = TrackioRun

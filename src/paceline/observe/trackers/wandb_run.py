@@ -15,11 +15,6 @@ if TYPE_CHECKING:
     from paceline.observe.trackers import TrackerContext
 
 
-def start(context: TrackerContext) -> WandbRun:
-    """Open the tracker."""
-    return WandbRun(context)
-
-
 class WandbRun:
     """One W&B run whose x axis is the optimizer step; metrics are grouped by the part of their name before the slash.
 
@@ -108,3 +103,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_plain(inner) for inner in value]
     return value if isinstance(value, (str, int, float, bool)) or value is None else str(value)
+
+
+start = WandbRun

@@ -1,4 +1,4 @@
-"""Schedules, one a file: ``arrange(pool, settings, bits) -> sequence``.
+"""Schedules by name: ``arrange(pool, settings, bits) -> sequence``.
 
 In: the batches that fill whole windows (with their rank by length and their bucket), the planning settings, the bit
 generator keyed by (seed, epoch). Out: batch ids in training order; every ``pool.window_size`` of them are one window,
@@ -13,15 +13,15 @@ import numpy as np
 
 from paceline.config.schema import PlanConfig
 from paceline.plan.schedule_input import Pool
-from paceline.plan.schedules import curriculum, diverse, proportional, round_robin, shuffled, stratified
+from paceline.plan.schedules import by_bucket, stratified
 
 Arrange = Callable[[Pool, PlanConfig, np.random.BitGenerator], np.ndarray]
 
 SCHEDULES: dict[str, Arrange] = {
-    "stratified": stratified.arrange,
-    "proportional": proportional.arrange,
-    "diverse": diverse.arrange,
-    "round_robin": round_robin.arrange,
-    "shuffled": shuffled.arrange,
-    "curriculum": curriculum.arrange,
+    "stratified": stratified.stratified,
+    "proportional": by_bucket.proportional,
+    "diverse": by_bucket.diverse,
+    "round_robin": by_bucket.round_robin,
+    "shuffled": by_bucket.shuffled,
+    "curriculum": stratified.curriculum,
 }
