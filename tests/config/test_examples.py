@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -26,3 +27,11 @@ def test_every_shipped_settings_file_loads(path: Path) -> None:
 
 def test_the_example_for_a_cpu_taps_a_model_of_four_layers() -> None:
     check_taps(load_settings(ROOT / "examples" / "cpu.yaml").target.taps or [], 4)
+
+
+def test_the_settings_of_the_quickstart_load(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
+    block = page[page.index("    run_dir:") : page.index("Llama's tokenizer")]
+    (tmp_path / "run.yaml").write_text(textwrap.dedent(block), encoding="utf-8")
+    settings = load_settings(tmp_path / "run.yaml")
+    assert settings.data.heldout_share == 0.02 and settings.drafter.block_size == 10 and settings.flow.mode == "inline"
