@@ -104,6 +104,14 @@ def test_roles_that_share_a_device_are_added(settings: Settings) -> None:
     assert memory_budget.by_device(settings, {"a": 1, "b": 2}, {"c": 10}, {"d": 7}) == {"cuda:0": 10, "cpu": 13}
 
 
+def test_inline_roles_compute_in_turn(settings: Settings) -> None:
+    flow = {"mode": "inline", "target_devices": ["cuda:0"], "drafter_devices": ["cuda:0"]}
+    settings = settings.model_copy(update={"flow": settings.flow.model_copy(update=flow)})
+    target, drafter = {"weights": 100, "features": 5, "activations": 8}, {"masters": 40, "activations": 30}
+    assert memory_budget.by_device(settings, target, drafter, {}) == {"cuda:0": 100 + 40 + 30}
+    assert memory_budget.by_device(settings, target, {**drafter, "activations": 3}, {}) == {"cuda:0": 100 + 40 + 13}
+
+
 def test_a_worker_on_several_devices_is_shared_out(settings: Settings) -> None:
     devices = {"target_devices": ["cuda:0+cuda:1"], "drafter_devices": ["cuda:1"]}
     settings = settings.model_copy(update={"flow": settings.flow.model_copy(update=devices)})

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 
 from paceline.check import memory_budget
 from paceline.config import load_settings
+from paceline.drafter import memory
 from paceline.drafter.spec import derive_spec
 from paceline.target_model.taps import default_taps
 from paceline.types import TargetFacts
@@ -34,15 +36,22 @@ CASES = {
 }
 
 
-def needed(project: Path, name: str, **flags: str) -> dict[str, int]:
-    """Bytes on each card of an example."""
-    target, weights, _ = CASES[name]
+def needed(project: Path, name: str, *, own_passes: bool = False, **flags: str) -> dict[str, int]:
+    """Bytes on each card of an example; with `own_passes` as many positions at once as the card's rank would choose."""
+    target, weights, card = CASES[name]
     settings = load_settings(project / "examples" / f"{name}.yaml", flags)
     taps = default_taps(target.num_layers, settings.target.num_taps)
     spec = derive_spec(settings.drafter, target, taps, None)
     budget = settings.plan.token_budget
     load = memory_budget.Load(budget, budget, settings.plan.draft_position_budget or 0)
-    drafter = memory_budget.drafter_bytes(target, spec, settings, load, settings.drafter.positions_per_pass)
+    per_pass = settings.drafter.positions_per_pass
+    if own_passes:
+        load = dataclasses.replace(load, positions=10**9)
+        devices = settings.flow.drafter_devices
+        shape = memory.training_shape(settings, spec, target.tied_head, len(devices), devices[0])
+        held = int(weights) if settings.flow.mode == "inline" else 0
+        per_pass = memory.fitting_positions(shape, budget, int(ROOM * card * GIB) - held)
+    drafter = memory_budget.drafter_bytes(target, spec, settings, load, per_pass)
     of_target = memory_budget.target_bytes(int(weights), target, spec, settings, load)
     return memory_budget.by_device(settings, of_target, drafter, {})
 
@@ -51,6 +60,13 @@ def needed(project: Path, name: str, **flags: str) -> dict[str, int]:
 def test_an_example_fits_its_cards(project: Path, name: str) -> None:
     for device, size in needed(project, name).items():
         assert size <= ROOM * CASES[name][2] * GIB, f"{device}: {size / GIB:.1f} GiB"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_a_rank_chooses_by_itself_fits(project: Path, name: str) -> None:
+    """Up to the card's share, and not far below it where there is work enough."""
+    sizes = needed(project, name, own_passes=True, **{"drafter.positions_per_pass": "null"})
+    assert 0.75 * ROOM < max(sizes.values()) / (CASES[name][2] * GIB) <= ROOM
 
 
 @pytest.mark.parametrize("name", ["one_gpu", "eight_gpus"])

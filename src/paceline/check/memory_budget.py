@@ -93,7 +93,10 @@ def shared_memory() -> int | None:
 def by_device(
     settings: Settings, target: Mapping[str, int], drafter: Mapping[str, int], evaluator: Mapping[str, int]
 ) -> dict[str, int]:
-    """Bytes on every device of the run; roles that share one are added, a worker on several is shared out evenly."""
+    """Bytes on every device of the run; roles that share one are added, a worker on several is shared out evenly.
+
+    Inline, the target computes while the drafter keeps no activations, and the other way round.
+    """
     flow, totals = settings.flow, dict[str, int]()
     evaluators = [] if settings.evaluate.device is None else [settings.evaluate.device]
     for workers, needed in ((flow.target_devices, target), (flow.drafter_devices, drafter), (evaluators, evaluator)):
@@ -101,6 +104,9 @@ def by_device(
             devices = devices_of(worker)
             for device in devices:
                 totals[device] = totals.get(device, 0) + sum(needed.values()) // len(devices)
+    if flow.mode == "inline" and flow.target_devices == flow.drafter_devices:
+        of_pass = sum(target.values()) - target.get("weights", 0)
+        totals[flow.drafter_devices[0]] -= min(of_pass, drafter.get("activations", 0))
     return totals
 
 
