@@ -147,7 +147,7 @@ def test_files_are_drawn_in_turn_and_missing_ones_told_together(write, demo_asse
     with pytest.raises(DataError) as caught:
         render_prompts(["gsm8k:nowhere.jsonl", "none.jsonl"], PromptRenderer(target), None)
     assert caught.value.errors == (
-        "prompts: none.jsonl: no such file",
+        f"prompts: none.jsonl: no such file (looked at {Path('none.jsonl').absolute()})",
         "prompts: gsm8k:nowhere.jsonl: no such file",
     )
 

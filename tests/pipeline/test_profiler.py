@@ -24,7 +24,7 @@ for step in range(1, 5):
     torch.ones(4, 4) @ torch.ones(4, 4)
     steps.after(step)
 with profiler.without_marks():
-    os.write(2, b"USDT:a mark\\nan error of somebody\\n")
+    os.write(2, b"USDT:a mark\\nERROR: gpuGetDeviceCount failed with code 35\\nan error of somebody\\n")
 print("after", file=sys.stderr)
 """
 

@@ -96,7 +96,7 @@ def test_the_command_compares_several_runs(make_run, tmp_path, capsys, monkeypat
     assert capsys.readouterr().out.strip() == "comparison.html"
     assert (tmp_path / "comparison.html").is_file()
     assert guarded(command.run, [str(first), str(tmp_path / "none")]) == 1
-    assert "none: does not exist" in capsys.readouterr().err
+    assert "none: no such folder" in capsys.readouterr().err
     for words in ([], ["--watch"]):
         assert guarded(command.run, words) == 2
         assert "given" in capsys.readouterr().err

@@ -80,7 +80,7 @@ def test_wrong_calls_are_one_line_each(make_run: MakeRun, tmp_path: Path, capsys
         ([str(run_dir), str(run_dir), "--watch"], "--watch: serves the report of one run"),
         ([str(run_dir), "--watch", "--out", "x.html"], "--watch: serves the report of one run"),
         ([str(run_dir), "--port", "80"], "--port: only --watch listens anywhere"),
-        ([str(tmp_path / "none"), "--watch"], "does not exist; give the directory of a run"),
+        ([str(tmp_path / "none"), "--watch"], "no such folder; give the directory of a run"),
     ):
         assert guarded(command.run, words) in (1, 2)
         assert phrase in capsys.readouterr().err

@@ -39,8 +39,8 @@ def check_target(context: CheckContext) -> CheckResult:
         f"{str(target.dtype).removeprefix('torch.')} on {target.device}, loaded in {duration(context.load_seconds)}"
     )
     figures = {"parameters": parameters, "bytes": held}
-    settings, most = context.settings, max(batch.padded_tokens for batch in context.batches)
-    slow = slow_layers(settings.target, settings.flow.target_devices[0], most)
+    settings = context.settings
+    slow = slow_layers(settings.target, settings.flow.target_devices[0], settings.plan.token_budget)
     return CheckResult("target", "pass" if slow is None else "warn", detail, slow or "", figures)
 
 

@@ -28,6 +28,10 @@ def clear_profile(steps: Sequence[int] | None, path: Path, first_step: int) -> N
         path.unlink(missing_ok=True)
 
 
+_MARKS = (b"USDT:", b"gpuGetDeviceCount failed")
+"""In lines that the profiler prints without cause; the second where torch is built for CUDA and there is no card."""
+
+
 class StepProfile:
     """Profiles the steps ``first`` to ``last`` and writes a file that ui.perfetto.dev opens.
 
@@ -63,7 +67,7 @@ class StepProfile:
 
 @contextlib.contextmanager
 def without_marks() -> Generator[None]:
-    """Keep the profiler's ``USDT:`` marks from standard error; anything else written there meanwhile comes after.
+    """Keep the profiler's marks (`_MARKS`) from standard error; anything else written there meanwhile comes after.
 
     The profiler's own log level would silence its errors too.
     """
@@ -78,4 +82,4 @@ def without_marks() -> Generator[None]:
             os.dup2(terminal, 2)
             caught.seek(0)
             with os.fdopen(terminal, "wb") as stream:
-                stream.writelines(line for line in caught if not line.startswith(b"USDT:"))
+                stream.writelines(line for line in caught if not any(mark in line for mark in _MARKS))
