@@ -59,6 +59,23 @@ def test_split_equals_dense(monkeypatch, shape, window, causal, slots_at_once):
         torch.testing.assert_close(found, reference, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("multiple", [3, split.HALF_WIDTHS])
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_widths_rounded_up_change_nothing(monkeypatch, shape, window, multiple):
+    monkeypatch.setattr(split, "width_multiple", lambda query: multiple)
+    test_split_equals_dense(monkeypatch, shape, window, False, 8)
+
+
+def test_sixteen_bit_widths_are_rounded_up():
+    layout = layout_of(SHAPES[0])
+    tensors = [tensor.detach() for tensor in attention_inputs(layout, seed=3)]
+    half = [tensor.bfloat16() for tensor in tensors]
+    assert split.width_multiple(half[0]) == split.HALF_WIDTHS and split.width_multiple(tensors[0].float()) == 1
+    reference = BACKENDS["dense"](*[tensor.double() for tensor in half], layout, None, False)
+    torch.testing.assert_close(BACKENDS["split"](*half, layout, None, False).double(), reference, rtol=0.05, atol=0.05)
+
+
 def test_split_equals_dense_on_random_layouts(monkeypatch):
     monkeypatch.setitem(split.SLOTS_AT_ONCE, "cpu", 12)
     random = np.random.default_rng(0)

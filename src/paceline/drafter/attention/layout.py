@@ -116,12 +116,13 @@ class Layout:
         own_start = block if window is None else block + np.maximum(slot - window + 1, 0)
         return np.stack([part.reshape(-1) for part in (context_start, context_end, own_start, own_end)])
 
-    def groups(self, window: int | None, slots_at_once: int) -> list[tuple[int, int, int, int]]:
+    def groups(self, window: int | None, slots_at_once: int, multiple: int = 1) -> list[tuple[int, int, int, int]]:
         """Runs of anchors of one document with the context that they may see together.
 
         Args:
             window: window of the layer in tokens, or None.
             slots_at_once: slots of a group at most (at least one block).
+            multiple: the width of each context is rounded up to this, beyond what may be seen and beyond all context.
 
         Returns:
             (first anchor, end anchor, first context index, end context index), packed indices, half-open.
@@ -134,7 +135,8 @@ class Layout:
                 last = min(first + per_group, end)
                 start = int(self.starts[first])
                 low = start if window is None else start + max(0, int(self.anchors[first]) - window + 1)
-                found.append((first, last, low, start + int(self.anchors[last - 1])))
+                width = start + int(self.anchors[last - 1]) - low
+                found.append((first, last, low, low + -(-width // multiple) * multiple))
         return found
 
     def block_mask(self, window: int | None, causal: bool) -> Tensor | None:

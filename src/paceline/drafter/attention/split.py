@@ -11,12 +11,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from paceline.drafter.attention.layout import Layout
 
 SLOTS_AT_ONCE = {"cpu": 128, "cuda": 4096}
 """Slots of a group: large enough for matrix products; on a CPU small enough that scores stay in the cache, on a card
 large enough that starting kernels does not take longer than they run (a group is about 60 of them)."""
+
+HALF_WIDTHS = 64
+"""On a CPU, 16-bit contexts have widths in multiples of this: oneDNN builds and keeps a kernel for every shape it meets
+in these types, a millisecond and a few KiB each."""
 
 Group = tuple[int, int, int, int]
 
@@ -32,11 +37,19 @@ def split_attention(
     causal: bool,
 ) -> Tensor:
     """Attention by groups of anchors; see the package for shapes."""
-    tensors = (query, context_key, context_value, block_key, block_value)
-    contiguous = [tensor.contiguous() for tensor in tensors]
-    output = _SplitAttention.apply(*contiguous, layout, window, causal)
+    multiple = width_multiple(query)
+    # Rows of zeros behind the context, so that the last widths can be rounded up as well.
+    key, value = (F.pad(tensor, (0, 0, 0, multiple - 1)) for tensor in (context_key, context_value))
+    contiguous = [tensor.contiguous() for tensor in (query, key, value, block_key, block_value)]
+    groups = layout.groups(window, SLOTS_AT_ONCE[layout.device.type], multiple)
+    output = _SplitAttention.apply(*contiguous, layout, groups, window, causal)
     assert isinstance(output, Tensor)
     return output
+
+
+def width_multiple(query: Tensor) -> int:
+    """What the widths of contexts are rounded up to."""
+    return HALF_WIDTHS if query.device.type == "cpu" and query.element_size() == 2 else 1
 
 
 class _SplitAttention(torch.autograd.Function):
@@ -49,13 +62,14 @@ class _SplitAttention(torch.autograd.Function):
         block_key: Tensor,
         block_value: Tensor,
         layout: Layout,
+        groups: list[Group],
         window: int | None,
         causal: bool,
     ) -> Tensor:
         """Output [G, A, K, R, E]; keeps no weights, the backward pass makes them again."""
         output = torch.empty_like(query)
         hidden = layout.block_mask(window, causal)
-        for group in layout.groups(window, SLOTS_AT_ONCE[layout.device.type]):
+        for group in groups:
             first, last, low, high = group
             width = high - low
             weights = _weights(query, context_key, block_key, group, layout, window, hidden)
@@ -64,7 +78,7 @@ class _SplitAttention(torch.autograd.Function):
             own = own.view(rows.shape)
             torch.baddbmm(own, weights[..., :width], context_value[:, low:high], out=rows)
         ctx.save_for_backward(query, context_key, context_value, block_key, block_value, output)
-        ctx.layout, ctx.window, ctx.causal = layout, window, causal
+        ctx.layout, ctx.groups, ctx.window, ctx.causal = layout, groups, window, causal
         return output
 
     @staticmethod
@@ -78,7 +92,7 @@ class _SplitAttention(torch.autograd.Function):
         d_query, d_block_key, d_block_value = map(torch.empty_like, (query, block_key, block_value))
         # Several groups add to the same context rows.
         d_context_key, d_context_value = torch.zeros_like(context_key), torch.zeros_like(context_value)
-        for group in layout.groups(window, SLOTS_AT_ONCE[layout.device.type]):
+        for group in ctx.groups:
             first, last, low, high = group
             width, count = high - low, last - first
             weights = _weights(query, context_key, block_key, group, layout, window, hidden)
@@ -100,7 +114,7 @@ class _SplitAttention(torch.autograd.Function):
             d_block_value[:, first:last] = (
                 _by_block(weights[..., width:], count).transpose(1, 2) @ _by_block(d_out, count)
             ).view(d_block_value[:, first:last].shape)
-        return d_query, d_context_key, d_context_value, d_block_key, d_block_value, None, None, None
+        return d_query, d_context_key, d_context_value, d_block_key, d_block_value, None, None, None, None
 
 
 def _by_block(rows: Tensor, count: int) -> Tensor:
