@@ -1,7 +1,8 @@
 """Batch planning of 902,087 lengths: all strategies of paceline beside other planners, and 100 million lengths.
 
 Run: ``python benchmarks/plan.py`` (ours), ``--peers`` (also those of benchmarks/requirements-plan.txt that are
-installed; minutes), ``--huge`` (100 million lengths; needs 4 GiB), ``--noise`` (step σ by weighting and schedule).
+installed; minutes), ``--sizes`` (time and memory of other plans, ``--huge`` with 100 million lengths; needs 4 GiB),
+``--small`` (padding and re-pairing of small data sets), ``--noise`` (step σ by weighting and schedule).
 
 Every contender runs in a process of its own. Padded widths are
 multiples of 64; "over" is the share of batches beyond the token budget. Step σ is the standard deviation over
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import importlib.util
+import itertools
 import json
 import multiprocessing
 import os
@@ -27,7 +29,7 @@ import numpy as np
 
 from paceline.config.schema import PlanConfig
 from paceline.plan.epoch import plan_epoch
-from paceline.plan.metrics import batch_totals, step_deviation, weighted_means
+from paceline.plan.metrics import batch_totals, repairing, step_deviation, weighted_means
 
 DATA = Path(__file__).parent / "data" / "lengths-902087.npz"
 BUDGET, MOST, MULTIPLE = 49_152, 64, 64
@@ -40,7 +42,7 @@ Batches = tuple[np.ndarray, np.ndarray]
 
 def ours(strategy: str, lengths: np.ndarray, epoch: int, schedule: str = "stratified", replicas: int = 1) -> Batches:
     """One epoch of paceline in training order; edges: the sextiles, for everything that speaks of buckets."""
-    settings = PlanConfig(strategy=strategy, schedule=schedule, edges=SEXTILES.tolist(), draft_position_budget=None)
+    settings = PlanConfig(strategy=strategy, schedule=schedule, edges=SEXTILES.tolist())
     plan = plan_epoch(lengths, None, settings, num_anchors=512, block_size=16, seed=0, epoch=epoch, replicas=replicas)
     sizes = plan.counts
     offsets = np.concatenate([[0], np.cumsum(sizes)])
@@ -202,7 +204,7 @@ def _measured(name: str, packed: bool, peer: bool, repeats: int, pipe: Any) -> N
         if peer:
             made = plan(lengths, epoch)
             return time.process_time() - started, made
-        settings = PlanConfig(strategy=name, edges=SEXTILES.tolist(), draft_position_budget=None)
+        settings = PlanConfig(strategy=name, edges=SEXTILES.tolist())
         plan_epoch(lengths, None, settings, num_anchors=512, block_size=16, seed=0, epoch=epoch)
         return time.process_time() - started, None
 
@@ -274,7 +276,7 @@ def noise() -> Iterator[str]:
         columns: list[list[float]] = []
         for replicas in (1, 3):
             plan = plan_epoch(
-                lengths, None, PlanConfig(strategy=strategy, schedule=schedule, draft_position_budget=None),
+                lengths, None, PlanConfig(strategy=strategy, schedule=schedule),
                 num_anchors=512, block_size=16, seed=0, epoch=0, replicas=replicas,
             )  # fmt: skip
             spreads = [float(weighted_means(plan, weighting)[0].std()) for weighting in ("token", "anchor", "sample")]
@@ -283,30 +285,72 @@ def noise() -> Iterator[str]:
         yield f"| `{strategy}` × `{schedule}` | {cells} |"
 
 
-def huge(count: int) -> dict[str, float]:
-    """Time and peak memory of one plan of ``count`` lengths, the workload repeated; without the lengths themselves."""
+def chats(count: int, log_mean: float = 4.2, spread: float = 0.5) -> np.ndarray:
+    """Lengths of short chats, 73 tokens on average where nothing else is asked for."""
+    return np.clip(np.random.default_rng(0).lognormal(log_mean, spread, count), 16, 4000).astype(np.uint16)
+
+
+def sizes(repeats: int, *, huge: bool) -> Iterator[str]:
+    """CPU time and memory beside the lengths of one plan, and its time over that of sorting as many 64-bit integers."""
     workload = np.load(DATA)["lengths"]
-    lengths = np.resize(workload, count)
-    _forget_peak()
-    before = _peak_mib() or float("nan")
-    started, cpu = time.perf_counter(), time.process_time()
-    plan = plan_epoch(
-        lengths, None, PlanConfig(draft_position_budget=None), num_anchors=512, block_size=16, seed=0, epoch=0
-    )
-    return {
-        "lengths": count,
-        "batches": plan.num_batches,
-        "wall_s": time.perf_counter() - started,
-        "cpu_s": time.process_time() - cpu,
-        "peak_mib": (_peak_mib() or float("nan")) - before,
-    }
+    eligible = (workload * np.random.default_rng(0).uniform(0.2, 0.9, len(workload))).astype(np.int32)
+    cases: list[tuple[str, np.ndarray, np.ndarray | None, PlanConfig, int]] = [
+        ("902,087 lengths", workload, None, PlanConfig(), repeats),
+        ("the same, 131,072 draft positions", workload, None, PlanConfig(draft_position_budget=131_072), repeats),
+        ("the same, eligible anchors counted", workload, eligible, PlanConfig(draft_position_budget=131_072), repeats),
+        ("1 million short chats", chats(1_000_000), None, PlanConfig(), repeats),
+        ("30 million short chats", chats(30_000_000), None, PlanConfig(), 2),
+    ]
+    if huge:
+        cases = [("100 million lengths", np.resize(workload, 100_000_000), None, PlanConfig(), 1)]
+    yield "| plan | CPU ms | peak MiB | / one sort |\n" + "|---" * 4 + "|"
+    for name, lengths, counts, settings, times in cases:
+        _forget_peak()
+        before, spent, sorting = _peak_mib() or float("nan"), [], []
+        for number in range(times):
+            started = time.process_time()
+            plan_epoch(lengths, counts, settings, num_anchors=512, block_size=16, seed=0, epoch=0)
+            spent.append(time.process_time() - started)
+            if not number:
+                peak = (_peak_mib() or float("nan")) - before
+            numbers = np.random.default_rng(0).integers(0, 2**63, len(lengths), np.uint64)
+            started = time.process_time()
+            numbers.sort()
+            sorting.append(time.process_time() - started)
+        yield f"| {name} | {1000 * min(spent):,.1f} | {peak:.0f} | {min(spent) / min(sorting):.2f} |"
+
+
+def small() -> Iterator[str]:
+    """Real / padded tokens as sorted and as composed, and the share of batch-mates that meet again; means of epochs."""
+    workload = np.load(DATA)["lengths"]
+    yield "| data | mean length | sorted | grid | re-paired |\n" + "|---" * 5 + "|"
+    cases = [
+        (f"{count:,} chats", chats(count, log_mean, spread))
+        for log_mean, spread in ((4.2, 0.5), (5.3, 0.5), (5.6, 0.6))
+        for count in (500, 2000, 6000)
+    ]
+    for name, lengths in [*cases, *((f"{count:,} of the lengths", workload[:count]) for count in (500, 2000, 6000))]:
+        made = {
+            strategy: [
+                plan_epoch(
+                    lengths, None, PlanConfig(strategy=strategy), num_anchors=512, block_size=16, seed=0, epoch=epoch
+                )
+                for epoch in range(4)
+            ]
+            for strategy in ("sorted", "grid")
+        }
+        full = [np.mean([lengths.sum() / (p.counts * p.widths).sum() for p in plans]) for plans in made.values()]
+        again = np.mean([repairing(*pair) for pair in itertools.pairwise(made["grid"])])
+        yield f"| {name} | {lengths.mean():.0f} | {full[0]:.1%} | {full[1]:.1%} | {again:.1%} |"
 
 
 def main() -> None:
     """Print the table, and JSON where asked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peers", action="store_true", help="also the installed peers")
+    parser.add_argument("--sizes", action="store_true", help="only time and memory of other plans")
     parser.add_argument("--huge", action="store_true", help="only 100 million lengths")
+    parser.add_argument("--small", action="store_true", help="only small data sets")
     parser.add_argument("--noise", action="store_true", help="only step σ by weighting and schedule")
     parser.add_argument("--repeats", type=int, default=15, help="runs of ours; the best counts")
     parser.add_argument("--limit", type=float, default=900.0, help="seconds for one contender")
@@ -314,11 +358,12 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write the results here")
     arguments = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    if arguments.huge:
-        print(json.dumps(huge(100_000_000), indent=2))
-        return
-    if arguments.noise:
-        for line in noise():
+    lines = (
+        sizes(arguments.repeats, huge=arguments.huge) if arguments.huge or arguments.sizes
+        else small() if arguments.small else noise() if arguments.noise else None
+    )  # fmt: skip
+    if lines is not None:
+        for line in lines:
             print(line, flush=True)
         return
     contenders = {

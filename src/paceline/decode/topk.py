@@ -90,11 +90,12 @@ class _Row:
 
     def largest(self, width: int) -> np.ndarray:
         """Tokens of the ``width`` largest logits, falling, equal ones by ascending token."""
-        tokens = np.arange(len(self.values))
         if width < self._num_chunks:
             chunks = np.flatnonzero(self._maxima >= _nth_largest(self._maxima, width))
             inside = chunks + np.arange(CHUNK)[:, None] * self._num_chunks
             tokens = np.concatenate([inside.ravel(), self._rest])
+        else:
+            tokens = np.arange(len(self.values))
         values = self.values[tokens]
         high = np.flatnonzero(values >= _nth_largest(values, width))
         return tokens[high[np.lexsort((tokens[high], -values[high]))]][:width]
