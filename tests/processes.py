@@ -1,7 +1,8 @@
-"""Processes of a run, as the system lists them."""
+"""Processes and ports, as the system lists them."""
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 
@@ -17,3 +18,10 @@ def children_of(pid: int) -> list[int]:
             if parent == pid:
                 found += [int(entry.name), *children_of(int(entry.name))]
     return found
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

@@ -17,6 +17,7 @@ COMMANDS = {
     "status": "where a run is: step, time left, speed, last warnings, next checkpoint",
     "evaluate": "decode held-out prompts speculatively and measure acceptance length",
     "export": "drafter folder for SGLang, vLLM and z-lab dflash",
+    "serve": "the command that serves target and drafter with vLLM or SGLang, or a server that it starts",
     "report": "one HTML file that explains a run",
 }
 

@@ -87,6 +87,13 @@ class MeasuredServer:
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
         )
 
+    def healthy(self) -> bool:
+        """Whether it says that it can answer."""
+        try:
+            return self._http.get("/health").status_code == 200
+        except httpx.HTTPError:
+            return False
+
     def model(self, wanted: str | None = None) -> ServedModel:
         """The model that is measured: the one that the server names, or that of several which is wanted.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -31,6 +31,8 @@ VLLM_BY_TRANSFORMERS = (
 )
 """Model types whose classes in vLLM 0.32 do not hand over the outputs of layers; transformers' classes there do. Tried
 with gemma3_text only."""
+MERGED = "MERGED_TARGET"
+"""Stands in commands for the folder of a target with its adapter merged into it."""
 HUB_NAME = re.compile(r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*$")
 """A target that the hub knows, if no folder has that name."""
 HUB_CACHE = re.compile(r"models--([^/]+)--([^/]+)/snapshots/")
@@ -152,20 +154,46 @@ def serving_commands(
         model: how the commands name the target; None for its path.
     """
     if model is None:
-        model = "MERGED_TARGET" if target.adapter is not None else target.path
-    shown, draft = shlex.quote(model), shlex.quote(folder)
-    speculative = json.dumps({"method": "dflash", "model": folder, "num_speculative_tokens": spec.num_drafts})
-    more = " \\\n    --quantization bitsandbytes" if target.quantization == "4bit" else ""
-    trust = " \\\n    --trust-remote-code" if target.trust_remote_code else ""
-    classes = " \\\n    --model-impl transformers" if target.model_type in VLLM_BY_TRANSFORMERS else ""
+        model = MERGED if target.adapter is not None else target.path
     commands = {
-        SGLANG: f"python -m sglang.launch_server \\\n    --model-path {shown} \\\n"
-        f"    --speculative-algorithm DFLASH \\\n    --speculative-draft-model-path {draft}{more}{trust}",
-        VLLM: f"vllm serve {shown} \\\n    --speculative-config {shlex.quote(speculative)}{classes}{more}{trust}",
-        ZLAB: f'dflash generate transformers --model {shown} --draft {draft} "Why is the sky blue?"',
+        engine: command_line(serving_words(engine, model, target, spec=spec, folder=folder))
+        for engine in (SGLANG, VLLM)
     }
+    shown, draft = shlex.quote(model), shlex.quote(folder)
+    commands[ZLAB] = f'dflash generate transformers --model {shown} --draft {draft} "Why is the sky blue?"'
     hindered = obstacles(spec, format, target)
     return {engine: commands[engine] for engine in ENGINES[format] if engine not in hindered}
+
+
+def serving_words(
+    engine: str, model: str, target: ServedTarget, *, spec: DrafterSpec | None = None, folder: str = ""
+) -> list[str]:
+    """Words of the command that starts vLLM or SGLang.
+
+    Args:
+        engine: which.
+        model: how the command names the target.
+        target: the target.
+        spec, folder: of the drafter; None serves the target without one.
+    """
+    if engine == VLLM:
+        words = ["vllm", "serve", model]
+        if spec is not None:
+            speculative = {"method": "dflash", "model": folder, "num_speculative_tokens": spec.num_drafts}
+            words += ["--speculative-config", json.dumps(speculative)]
+        if target.model_type in VLLM_BY_TRANSFORMERS:
+            words += ["--model-impl", "transformers"]
+    else:
+        words = ["python", "-m", "sglang.launch_server", "--model-path", model]
+        if spec is not None:
+            words += ["--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", folder]
+    words += ["--quantization", "bitsandbytes"] if target.quantization == "4bit" else []
+    return words + (["--trust-remote-code"] if target.trust_remote_code else [])
+
+
+def command_line(words: Sequence[str]) -> str:
+    """Words as a shell takes them, each flag on a line."""
+    return " ".join(f"\\\n    {word}" if word.startswith("--") else shlex.quote(word) for word in words)
 
 
 def serving_notes(spec: DrafterSpec, format: str, target: ServedTarget) -> list[str]:
