@@ -10,7 +10,7 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM = false
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: help demo demo-smollm2 test test-fast test-browser test-versions test-serving test-serving-quick .venv-vllm check format bench gpu chaos clean
+.PHONY: help demo demo-smollm2 test test-fast test-browser test-versions test-serving test-serving-quick .venv-vllm check format bench gpu chaos mutants fuzz clean
 
 help:  ## this list
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -55,6 +55,12 @@ bench: $(VENV)/.installed-dev  ## speed and memory, ratios taken in one run
 
 gpu: $(VENV)/.installed  ## accept this machine's first card: numbers, runs, speed, pipeline; 10 to 35 minutes
 	$(BIN)/paceline check --gpu $(or $(DEVICE),cuda:0) --out gpu.json
+
+mutants: $(VENV)/.installed-dev  ## put classic errors into the code, name those that no test sees; WORDS="drafter seed" for some
+	$(BIN)/python scripts/mutants.py $(WORDS)
+
+fuzz: $(VENV)/.installed-dev  ## random and mad input: settings, flags, rows, lengths, text; minutes
+	PACELINE_FUZZ=$(or $(EXAMPLES),5000) $(BIN)/python -m pytest -q --timeout 3600 tests/test_fuzz.py
 
 chaos: $(VENV)/.installed-dev  ## a small run killed 50 times, compared with one that was left alone
 	$(BIN)/python benchmarks/chaos.py

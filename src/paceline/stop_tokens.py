@@ -6,12 +6,11 @@ them than decoding, or more, acceptance in training would not be that of a serve
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from paceline.errors import TargetError
-from paceline.text import first_line
+from paceline.text import first_line, parsed_json
 
 _FILES = ("generation_config.json", "config.json")
 
@@ -62,7 +61,7 @@ def _file(target: str, name: str) -> Path | None:
 def _named(file: Path) -> list[Any]:
     """What a file holds under `eos_token_id`, its text part's included."""
     try:
-        written = json.loads(file.read_text(encoding="utf-8"))
+        written = parsed_json(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise TargetError(f"{file}: not readable as JSON ({first_line(error)}); fetch the file again") from error
     if not isinstance(written, dict):

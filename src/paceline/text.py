@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import math
 import os
 import re
@@ -115,6 +116,18 @@ def absent(path: str | os.PathLike[str], kind: str) -> str:
     if Path(path).is_symlink():
         return f"is a link to {Path(path).readlink()}, which does not exist"
     return f"no such {kind}"
+
+
+def parsed_json(text: str | bytes) -> Any:
+    """The value of a JSON text.
+
+    Raises:
+        ValueError: no JSON, or nested more deeply than anything that is meant.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
 
 
 def first_line(error: BaseException) -> str:

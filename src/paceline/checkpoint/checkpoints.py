@@ -37,7 +37,7 @@ from paceline.checkpoint.run_directory import (
 from paceline.checkpoint.run_files import RunFiles
 from paceline.config import CheckpointConfig, settings_copy
 from paceline.errors import CheckpointError, PacelineError, RunDirectoryError
-from paceline.text import first_line, size
+from paceline.text import first_line, parsed_json, size
 from paceline.types import differing_parts
 
 WEIGHTS, STATE, NOTE = "drafter.safetensors", "state.pt", "checkpoint.json"
@@ -306,7 +306,7 @@ def read_note(run_dir: Path, step: int) -> dict[str, Any]:
         before, last, after = text.rpartition('"sha256": "')
         if hashlib.sha256((before + last + UNSIGNED + after[64:]).encode()).hexdigest() != after[:64]:
             raise ValueError("not what was written")
-        note = json.loads(text)
+        note = parsed_json(text)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path.parent}: damaged ({NOTE}: {_reason(error)})") from error
     if note["format"] != FORMAT:

@@ -19,7 +19,7 @@ from typing import Any, Literal, get_args
 from paceline.atomic_files import write_text
 from paceline.config import Settings, absolute_paths, dump_settings, load_settings, named_values
 from paceline.errors import ConfigError, RunDirectoryError
-from paceline.text import absent, masked
+from paceline.text import absent, masked, parsed_json
 from paceline.types import differing_parts
 from paceline.version import __version__
 
@@ -73,7 +73,7 @@ def read_run_facts(run_dir: Path) -> dict[str, Any]:
     """
     path = run_dir / RUN
     try:
-        facts = json.loads(path.read_text(encoding="utf-8"))
+        facts = parsed_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise RunDirectoryError(f"{run_dir}: no run here ({RUN} is missing); give a run directory") from None
     except ValueError as error:
@@ -222,7 +222,7 @@ def read_evaluations(run_dir: Path, kind: Evaluations = "evaluations") -> list[d
     if not path.is_file():
         return []
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = parsed_json(path.read_text(encoding="utf-8"))
         entries = found.get(kind, [])
         _ = [int(entry["step"]) for entry in entries]
     except (ValueError, KeyError, TypeError, AttributeError) as error:

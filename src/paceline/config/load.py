@@ -19,7 +19,7 @@ from pydantic_core import ErrorDetails, PydanticUndefined
 from paceline.config.paths import place_paths
 from paceline.config.schema import Settings
 from paceline.errors import ConfigError
-from paceline.text import absent, masked_values
+from paceline.text import absent, first_line, masked_values
 
 KeyPath = tuple[str, ...]
 """Keys from the root of the settings down to one value; list positions are written as their number."""
@@ -166,7 +166,11 @@ def _read_document(path: str | Path) -> tuple[dict[str, Any], dict[KeyPath, str]
     try:
         text = file.read_text(encoding="utf-8")
         node = yaml.compose(text, Loader=yaml.SafeLoader)
+        if node is not None:
+            _check_values(node, file)
         document = yaml.safe_load(text)
+    except ConfigError:
+        raise
     except FileNotFoundError:
         there = sorted(path.name for path in file.parent.glob("*.y*ml"))
         near = difflib.get_close_matches(file.name, there, n=1)
@@ -180,7 +184,10 @@ def _read_document(path: str | Path) -> tuple[dict[str, Any], dict[KeyPath, str]
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         raise ConfigError(f"{file}:{line}: not valid YAML: {error.problem}") from None
     except yaml.YAMLError as error:
-        raise ConfigError(f"{file}: not valid YAML: {error}") from None
+        raise ConfigError(f"{file}: not valid YAML: {first_line(error)}") from None
+    except RecursionError:
+        raise ConfigError(f"{file}: nested too deeply for settings; a section holds keys, a key a value") from None
+
     if document is None:
         document = {}
     if not isinstance(document, dict):
@@ -190,6 +197,42 @@ def _read_document(path: str | Path) -> tuple[dict[str, Any], dict[KeyPath, str]
     if node is not None:
         _collect_origins(node, (), file, origins, errors)
     return document, origins, errors
+
+
+MAX_VALUES = 100_000
+"""Values of a settings file, with those behind aliases each time that they are named."""
+
+
+def _check_values(root: yaml.Node, file: Path) -> None:
+    """Refuse what looks like a date or a number and is none, and aliases that stand for themselves or, named again and
+    again, for more values than memory holds."""
+    sizes: dict[int, int | None] = {}
+    loader = yaml.SafeLoader("")
+
+    def size_of(node: yaml.Node) -> int:
+        line = node.start_mark.line + 1
+        if id(node) in sizes:
+            known = sizes[id(node)]
+            if known is None:
+                raise ConfigError(f"{file}:{line}: an alias stands for itself; write the value")
+            return known
+        sizes[id(node)] = None
+        inner = node.value if isinstance(node, (yaml.MappingNode, yaml.SequenceNode)) else []
+        parts = [part for entry in inner for part in (entry if isinstance(entry, tuple) else (entry,))]
+        total = 1 + sum(size_of(part) for part in parts)
+        if isinstance(node, yaml.ScalarNode):
+            try:
+                loader.construct_object(node)
+            except ValueError as error:
+                raise ConfigError(
+                    f"{file}:{line}: {node.value}: cannot be read ({error}); write it in quotes"
+                ) from None
+        if total > MAX_VALUES:
+            raise ConfigError(f"{file}:{line}: more than {MAX_VALUES} values, through aliases; write them out")
+        sizes[id(node)] = total
+        return total
+
+    size_of(root)
 
 
 def _collect_origins(
@@ -213,14 +256,10 @@ def _collect_origins(
 def _apply_override(document: dict[str, Any], origins: dict[KeyPath, str], name: str, text: str) -> list[str]:
     path = tuple(name.replace("-", "_").split("."))
     flag = f"--{name}"
-    try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError:
-        value = text
-    if isinstance(value, str):
-        value = _number(value)
-    if ".".join(path) not in known_names():
+    kinds = {known: kind for known, kind, *_ in setting_rows()}
+    if ".".join(path) not in kinds:
         return [f"{flag}: unknown setting; {hint_for('.'.join(path))}"]
+    value = _flag_value(text, kinds[".".join(path)])
     place = document
     for key in path[:-1]:
         inner = place.get(key)
@@ -231,6 +270,17 @@ def _apply_override(document: dict[str, Any], origins: dict[KeyPath, str], name:
     place[path[-1]] = value
     origins[path] = flag
     return []
+
+
+def _flag_value(text: str, kind: str) -> Any:
+    """The value of a flag: YAML, but the text itself for a setting of type text, whatever it looks like."""
+    if kind == "str":
+        return None if text == "null" else text
+    try:
+        value = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, RecursionError):
+        return text
+    return _number(value) if isinstance(value, str) else value
 
 
 def _number(text: str) -> Any:

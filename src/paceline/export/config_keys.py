@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from paceline.errors import ExportError
+from paceline.text import parsed_json
 
 if TYPE_CHECKING:
     from paceline.drafter.spec import DrafterSpec
@@ -80,7 +81,7 @@ def read_config(folder: str | Path) -> tuple[str, dict[str, Any]]:
     if not path.is_file():
         raise ExportError(f"{folder}: no {CONFIG_FILE}; give a drafter folder")
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = parsed_json(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ExportError(f"{path}: is no JSON ({error})") from error
     if not isinstance(config, dict):

@@ -30,6 +30,7 @@ from paceline.export.zlab import write_zlab
 from paceline.target_model.facts import describe_target
 from paceline.target_model.load import load_target
 from paceline.target_model.shared_weights import load_shared_weights
+from paceline.text import parsed_json
 from paceline.types import TargetFacts
 from paceline.version import __version__
 
@@ -116,7 +117,7 @@ def origin_of_run(run_dir: Path, step: int) -> Origin:
 
 def _data_report(store: Path) -> dict[str, Any]:
     manifest = store / "manifest.json"
-    return json.loads(manifest.read_text(encoding="utf-8")).get("report", {}) if manifest.is_file() else {}
+    return parsed_json(manifest.read_text(encoding="utf-8")).get("report", {}) if manifest.is_file() else {}
 
 
 def drafter_of_folder(folder: Path, target: str | None) -> TrainedDrafter:

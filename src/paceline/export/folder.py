@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -12,7 +11,7 @@ from typing import Any
 from paceline.atomic_files import replacing
 from paceline.checkpoint.run_directory import EXPORTS
 from paceline.errors import ExportError
-from paceline.text import first_line
+from paceline.text import first_line, parsed_json
 
 MARKER = "config.json"
 """What a drafter folder has; only such a folder, or an empty one, is replaced."""
@@ -32,7 +31,7 @@ def read_note(folder: str | Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        note = json.loads(path.read_text(encoding="utf-8"))
+        note = parsed_json(path.read_text(encoding="utf-8"))
         if not isinstance(note, dict) or not isinstance(note.get("target"), dict):
             raise ValueError("it names no target")
         if not isinstance(note["target"].get("identity", {}), dict):

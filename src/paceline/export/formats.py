@@ -5,6 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
+from paceline.errors import ExportError
 from paceline.export.config_keys import read_config
 from paceline.export.speculators import MODEL_TYPE_KEY, read_speculators
 from paceline.export.zlab import read_zlab
@@ -34,4 +37,15 @@ def read_drafter(folder: str | Path) -> tuple[DrafterSpec, dict[str, Tensor]]:
     Raises:
         ExportError: a folder that is no DFlash drafter; one line for each error.
     """
-    return READERS[folder_format(folder)](folder)
+    spec, state = READERS[folder_format(folder)](folder)
+    wrong = [f"{name} is {str(tensor.dtype)[6:]}" for name, tensor in state.items() if not tensor.is_floating_point()]
+    wrong += [f"{name} holds values that are not finite" for name, tensor in state.items() if not _finite(tensor)]
+    if wrong:
+        more = f", and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        raise ExportError(f"{folder}: no weights of a drafter ({', '.join(wrong[:3])}{more}); export it again")
+    return spec, state
+
+
+def _finite(tensor: Tensor) -> bool:
+    """Whether all values are numbers: their sum is, unless some are not or it overflows."""
+    return bool(tensor.sum(dtype=torch.float32).isfinite()) or bool(tensor.isfinite().all())

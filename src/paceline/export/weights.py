@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from paceline.errors import ExportError
+from paceline.text import parsed_json
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -156,7 +157,7 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
     """
     if (folder / INDEX_FILE).is_file():
         try:
-            places = json.loads((folder / INDEX_FILE).read_text(encoding="utf-8"))["weight_map"]
+            places = parsed_json((folder / INDEX_FILE).read_text(encoding="utf-8"))["weight_map"]
             files = sorted({str(Path(file)) for file in dict(places).values()})
         except (ValueError, KeyError, TypeError) as error:
             raise ExportError(f"{folder / INDEX_FILE}: no index of safetensors shards ({error})") from error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,7 +23,7 @@ from paceline.observe.metrics_file import (
     gap_text,
     read_lines,
 )
-from paceline.text import absent, first_line
+from paceline.text import absent, first_line, parsed_json
 
 TAG_LOSS = "loss/tag_"
 
@@ -158,10 +157,10 @@ def read_history(run_dir: Path) -> History:
     else:
         notes.append(f"{METRICS_FILE} is missing: no step was taken yet, or the file was moved away")
     settings = read_settings(run_dir, notes)
-    facts = read_mapping(run_dir / "run.json", json.loads, notes)
+    facts = read_mapping(run_dir / "run.json", parsed_json, notes)
     found: dict[str, Any] = {}
     if (run_dir / "evaluation.json").exists():
-        found = read_mapping(run_dir / "evaluation.json", json.loads, notes)
+        found = read_mapping(run_dir / "evaluation.json", parsed_json, notes)
     else:
         notes.append("evaluation.json is missing: no held-out prompt was decoded yet")
     run = assemble(run_dir, lines, settings=settings, facts=facts, notes=notes)

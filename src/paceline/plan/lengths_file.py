@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import tokenize
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,11 +16,16 @@ import numpy as np
 from paceline.config.schema import MAX_COUNT
 from paceline.errors import PlanError
 from paceline.plan.entries import Groups, checked_counts, checked_eligible, groups_of_labels
-from paceline.text import absent
+from paceline.text import absent, first_line
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
+UNREADABLE = (
+    *(OSError, ValueError, EOFError, zipfile.BadZipFile, zipfile.LargeZipFile, NotImplementedError, zlib.error),
+    *(RecursionError, MemoryError, OverflowError, SyntaxError, TypeError, KeyError, tokenize.TokenError),
+)
+"""What the readers raise for files that hold something else, such as a header that asks for more than all memory."""
 LENGTH_NAMES = ("length", "lengths", "num_tokens", "input_ids", "tokens")
 """Columns that are looked for where none is named; a column of lists counts their items."""
 ERRORS_SHOWN = 5
@@ -71,8 +78,8 @@ def read_lengths(path: Path, column: str | None = None, group: str | None = None
             found = _from_lines(path, column, group, json=kind in (".jsonl", ".ndjson"))
     except PlanError:
         raise
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
-        raise PlanError(f"{path}: cannot be read as {kind or 'text'} ({error})") from error
+    except UNREADABLE as error:
+        raise PlanError(f"{path}: cannot be read as {kind or 'text'} ({first_line(error)})") from error
     lengths = checked_counts(found.lengths, f"{path}: lengths", 1)
     eligible, labels = found.eligible, found.labels
     return LengthsFile(

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from paceline.observe.run_history import History
-from paceline.text import first_line, percent, short, shortened
+from paceline.text import first_line, parsed_json, percent, short, shortened
 
 MAX_ROWS = 60
 """Of a table."""
@@ -20,7 +19,7 @@ def prepared_part(run: History) -> dict[str, Any]:
     """What the template shows; empty, and a note, where there is no store."""
     path = Path(run.setting("data", "store") or run.run_dir / "store") / "manifest.json"
     try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
+        manifest = parsed_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         run.notes.append(f"{path}: cannot be read ({first_line(error)}): what the data holds is unknown")
         return {}

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import warnings
 from pathlib import Path
 from typing import Any
 
 from paceline.errors import TargetError
 from paceline.target_model.files import hash_files
-from paceline.text import absent, first_line
+from paceline.text import absent, first_line, parsed_json
 
 CONFIG, WEIGHTS = "adapter_config.json", ("adapter_model.safetensors", "adapter_model.bin")
 
@@ -103,7 +102,7 @@ def _changes(tuned: Any, weight: Any) -> str | None:
 def _base(config: Path) -> str:
     """Which model an adapter was made for, as far as it says so."""
     try:
-        base = json.loads(config.read_text(encoding="utf-8")).get("base_model_name_or_path")
+        base = parsed_json(config.read_text(encoding="utf-8")).get("base_model_name_or_path")
     except (ValueError, AttributeError):
         return f"{config} is damaged, fetch it again"
     return f"it was made for {base}" if base else "give an adapter of this very model"

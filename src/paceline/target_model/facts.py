@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from paceline.stop_tokens import stop_token_ids
 from paceline.target_model.adapter import identify_adapter
 from paceline.target_model.files import TOKENIZER_FILES, fingerprint, identify, resolve_folder
 from paceline.target_model.gguf import gguf_config, identify_gguf
-from paceline.text import first_line
+from paceline.text import first_line, parsed_json
 from paceline.types import TargetFacts
 
 GENERATORS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
@@ -207,7 +206,7 @@ def _raw_config(folder: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
     try:
-        raw = json.loads(file.read_text(encoding="utf-8"))
+        raw = parsed_json(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise TargetError(f"{file}: not readable as JSON ({first_line(error)}); fetch the file again") from error
     if not isinstance(raw, dict):

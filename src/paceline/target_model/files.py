@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import TargetError
-from paceline.text import absent, first_line
+from paceline.text import absent, first_line, parsed_json
 
 HUB_NAME = re.compile(r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*$")
 """What may be a name on the hub rather than a path."""
@@ -83,7 +83,7 @@ def weight_files(folder: Path) -> list[Path]:
     if not index.is_file():
         return []
     try:
-        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        names = set(parsed_json(index.read_text(encoding="utf-8"))["weight_map"].values())
         if not names:
             raise ValueError("names no file")
         return [folder / name for name in sorted(names)]
@@ -102,7 +102,7 @@ def read_header(file: Path) -> dict[str, Any]:
             (size,) = struct.unpack("<Q", stream.read(8))
             if size > 1 << 28:
                 raise ValueError("header length is absurd")
-            header: dict[str, Any] = json.loads(stream.read(size))
+            header: dict[str, Any] = parsed_json(stream.read(size))
             end = 8 + size + max((entry["data_offsets"][1] for key, entry in header.items() if key != "__metadata__"))
         if file.stat().st_size < end:
             raise ValueError(f"has {file.stat().st_size} of {end} bytes")
