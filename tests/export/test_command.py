@@ -17,6 +17,7 @@ from paceline.config import Settings
 from paceline.drafter.network import Drafter
 from paceline.drafter.spec import DrafterSpec, derive_spec
 from paceline.errors import CheckpointError, ConfigError, ExportError, RunDirectoryError
+from paceline.export.exporter import drafter_of_folder
 from paceline.export.formats import read_drafter
 from paceline.export.weights import content_hash
 from paceline.target_model.facts import describe
@@ -148,6 +149,24 @@ def test_a_converted_folder_keeps_what_its_note_says(run_dir, tmp_path, demo_ass
         (first / "paceline.json").write_text(text)
         with pytest.raises(ExportError, match=r"paceline.json: damaged .*; export the drafter again"):
             run([*words, str(demo_assets / "target")])
+
+
+def test_the_folder_of_an_adapted_target_needs_its_adapter(run_dir, tmp_path, demo_assets) -> None:
+    folder = export_run(run_dir)
+    words = [str(folder), "--target", str(demo_assets / "target"), "--out", str(tmp_path / "out")]
+    with pytest.raises(ConfigError, match=r"--adapter mine: .* was trained without one; leave it out"):
+        run([*words, "--adapter", "mine"])
+    note = json.loads((folder / "paceline.json").read_text())
+    note["target"]["adapter"] = "mine"
+    (folder / "paceline.json").write_text(json.dumps(note))
+    with pytest.raises(
+        ConfigError, match=r"--adapter: .* was trained with the adapter mine; give the adapter's folder"
+    ):
+        run(words)
+    drafter = drafter_of_folder(folder, str(demo_assets / "target"), "adapters/mine")
+    assert drafter.target.adapter == "adapters/mine"
+    with pytest.raises(ConfigError, match="--adapter: only to convert a drafter folder"):
+        run([str(run_dir), "--adapter", "mine"])
 
 
 def test_a_failed_verification_leaves_the_old_folder(run_dir, monkeypatch) -> None:

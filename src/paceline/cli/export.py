@@ -46,6 +46,8 @@ class Arguments:
     """Export the best checkpoint by checkpoint.keep_best, or where that is unset by held-out τ."""
     target: str | None = None
     """Path or hub name of the target. Unset: the run's; needed to convert a folder."""
+    adapter: str | None = None
+    """Folder of the adapter that was merged into the target; needed to convert the folder of such a drafter."""
     golden: Literal["random", "target", "none"] = "random"
     """Golden tensors from random features, from the target's own (loads it whole), or none."""
     push: str | None = None
@@ -70,8 +72,10 @@ def run(argv: Sequence[str]) -> int:
         if arguments.out is None:
             raise ConfigError("--out: give the folder to write when converting a drafter folder")
         command.no_step_of_folder(source, arguments.step, best=arguments.best)
-        drafter = drafter_of_folder(source, arguments.target)
+        drafter = drafter_of_folder(source, arguments.target, arguments.adapter)
     else:
+        if arguments.adapter is not None:
+            raise ConfigError("--adapter: only to convert a drafter folder; a run names its adapter itself")
         step = command.step_of_run(source, arguments.step, best=arguments.best)
         drafter = drafter_of_run(source, step, arguments.target)
     out = arguments.out or source / "export" / arguments.format

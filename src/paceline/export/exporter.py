@@ -120,11 +120,16 @@ def _data_report(store: Path) -> dict[str, Any]:
     return parsed_json(manifest.read_text(encoding="utf-8")).get("report", {}) if manifest.is_file() else {}
 
 
-def drafter_of_folder(folder: Path, target: str | None) -> TrainedDrafter:
+def drafter_of_folder(folder: Path, target: str | None, adapter: str | None = None) -> TrainedDrafter:
     """The drafter of a folder in either format, for its target.
 
+    Args:
+        folder: of the drafter.
+        target: path or hub name.
+        adapter: folder of the adapter that was merged into it, where the folder's note names one.
+
     Raises:
-        ConfigError: no target is given.
+        ConfigError: no target is given, or no adapter where one is needed, or one where none is.
         ExportError: no drafter folder.
     """
     if target is None:
@@ -132,6 +137,11 @@ def drafter_of_folder(folder: Path, target: str | None) -> TrainedDrafter:
     spec, state = read_drafter(folder)
     note = read_note(folder)
     of_target = note.get("target", {})
+    merged = of_target.get("adapter")
+    if merged is not None and adapter is None:
+        raise ConfigError(f"--adapter: {folder} was trained with the adapter {merged}; give the adapter's folder")
+    if merged is None and adapter is not None:
+        raise ConfigError(f"--adapter {adapter}: {folder} was trained without one; leave it out")
     origin = Origin(
         step=note.get("step"),
         target=of_target.get("identity", {}),
@@ -142,7 +152,7 @@ def drafter_of_folder(folder: Path, target: str | None) -> TrainedDrafter:
     settings = TargetConfig(
         path=target,
         dtype="float32",
-        adapter=of_target.get("adapter"),
+        adapter=adapter,
         quantization=of_target.get("quantization", "stored"),
     )
     return TrainedDrafter(spec, state, settings, origin)
