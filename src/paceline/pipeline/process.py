@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,6 +37,10 @@ SERVER_GONE = 255
 
 POLL_S = 0.0005
 """A worker with nothing else to do looks this often whether its GPU has done what it was asked."""
+
+
+WEIGHTS_OR_TOKENS = (".safetensors", ".gguf", ".bin", ".arrow", ".npy")
+"""Ends of the names of files that workers map."""
 
 
 class Stage:
@@ -169,6 +174,17 @@ def _start_server() -> None:
         signal.signal(signal.SIGTERM, before)
 
 
+def mapped_files(pid: int | None) -> dict[Path, int]:
+    """Bytes of each file of weights or tokens that a process has mapped into its memory, on Linux."""
+    try:
+        lines = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return {}
+    names = {line.split(maxsplit=5)[5] for line in lines if len(line.split(maxsplit=5)) == 6}
+    paths = [Path(name) for name in names if name.startswith("/") and name.endswith(WEIGHTS_OR_TOKENS)]
+    return {path: path.stat().st_size for path in paths if path.is_file()}
+
+
 class WorkerProcess:
     """The parent's handle of a worker process.
 
@@ -210,9 +226,12 @@ class WorkerProcess:
         )
         self.process.start()
         theirs.close()
+        self._mapped: dict[Path, int] | None = None
 
     def send(self, task: Any) -> None:
         """Hand over a task; a worker that is gone shows at its sentinel, not here."""
+        if self._mapped is None and self.ready:
+            self._mapped = mapped_files(self.process.pid)
         if not self.outstanding:
             self.last_heard = time.monotonic()
         self.outstanding.append(task)
@@ -236,6 +255,11 @@ class WorkerProcess:
         """How the process ended, for errors."""
         self.process.join(5.0)
         code = self.process.exitcode
+        if code == -signal.SIGBUS:
+            sizes = {path: path.stat().st_size if path.exists() else 0 for path in self._mapped or {}}
+            cut = [str(path) for path, size in (self._mapped or {}).items() if sizes[path] < size]
+            named = f"{', '.join(cut)} was cut" if cut else "a file that it reads was cut, or its disk does not answer,"
+            return f"was killed by SIGBUS: {named} under it; put the file back; it ended"
         if code is not None and code < 0:
             return f"was killed by {signal.Signals(-code).name}"
         if code == SERVER_GONE:
