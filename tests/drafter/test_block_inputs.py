@@ -41,6 +41,14 @@ def test_labels_are_those_of_the_rule():
             assert np.array_equal(table.labels.reshape(-1)[table.cells], labels[live])
 
 
+def test_the_teacher_of_a_slot_is_the_token_before_its_label():
+    spec = small_spec(block_size=5)
+    host = make_host(spec, [12, 1, 30, 4], seed=3, num_anchors=7)
+    table = build_blocks(host, spec)
+    packed = np.concatenate([host.ids[row, :length] for row, length in enumerate(host.lengths)])
+    assert len(table.teacher_rows) and np.array_equal(packed[table.teacher_rows + 1], table.labels[table.live])
+
+
 def test_labels_never_cross_a_document():
     """An anchor three tokens before its document's end has two labels, though the next document follows."""
     spec = small_spec(block_size=8)
