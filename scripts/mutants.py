@@ -34,7 +34,7 @@ counts as seen."""
 
 TARGETS: dict[str, tuple[str, str]] = {
     # module : functions                                        → tests that must see their errors
-    "drafter.block_inputs": ("build_blocks", "drafter/test_anchors.py drafter/test_network.py"),
+    "drafter.block_inputs": ("build_blocks", "drafter/test_block_inputs.py drafter/test_anchors.py"),
     "drafter.attention.dense": ("visible", "drafter/test_attention.py"),
     "drafter.attention.layout": ("ranges groups", "drafter/test_flex.py drafter/test_network.py"),
     "drafter.layers": ("rotary_table _rotated forward", "drafter/test_network.py"),
