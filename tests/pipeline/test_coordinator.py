@@ -8,9 +8,11 @@ import signal
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -299,14 +301,25 @@ def test_a_largest_batch_that_does_not_fit_is_named_first(error: tuple[str, int]
         run(coordinator)
 
 
+class LongestDeque(deque[Any]):
+    """Keeps how long it ever was."""
+
+    longest = 0
+
+    def append(self, item: Any) -> None:
+        super().append(item)
+        self.longest = max(self.longest, len(self))
+
+
 def test_two_tasks_may_be_outstanding_at_a_target() -> None:
     """Each target is sent its second batch before it has answered the first; windows stay as planned."""
     with joined(targets=2, outstanding=2, buffers=6, windows=4, delivery="ready") as (coordinator, workers):
-        most = 0
+        sent = [LongestDeque(worker.outstanding) for worker in workers[:2]]
+        for worker, tasks in zip(workers, sent, strict=False):
+            worker.outstanding = tasks
         for report, _ in coordinator.run():
-            most = max(most, *(len(worker.outstanding) for worker in workers[:2]))
             assert sorted(report.batches) == list(range(4 * (report.step - 1), 4 * report.step))
-    assert most == 2
+    assert [tasks.longest for tasks in sent] == [2, 2]
 
 
 def test_time_without_a_free_buffer_is_blocked_not_starved() -> None:

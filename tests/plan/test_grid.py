@@ -15,7 +15,7 @@ from paceline.plan.strategies import grid
 from paceline.plan.strategies.grid import grid_classes
 
 
-def test_widths_share_a_class_only_where_too_many_would_meet_again():
+def test_widths_share_a_class_where_too_many_would_meet_again():
     limits = BatchBudget(1000, 64, None, 10, None)
 
     def tops(counts, class_batches, limits=limits):
@@ -62,7 +62,7 @@ def test_classes_pad_least_of_all_that_keep_the_share(counts, class_batches, fir
     assert min(other for other, meets in tried if meets <= meetings + 1e-9) == pytest.approx(cost)
 
 
-def test_two_thousand_short_chats_are_nearly_as_full_as_when_sorted():
+def test_two_thousand_short_chats_are_nearly_as_full_as_sorted():
     lengths = np.clip(np.random.default_rng(0).lognormal(5.3, 0.5, 2_000), 16, 4_000).astype(int)
 
     def plans(strategy):
