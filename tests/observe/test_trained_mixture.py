@@ -66,7 +66,9 @@ def test_the_diagnosis_names_a_plan_that_hides_lengths(
     named = {finding.key: finding.sentence for finding in diagnose(hidden) if finding.level == "warning"}
     assert "of the variance of the step loss comes from which lengths a step holds" in named["loss-jitter"]
     assert named["loss-jitter"].endswith("Plan.schedule: stratified would remove most of it.")
-    assert not {"loss-jitter", "one-sided-steps"} & {finding.key for finding in diagnose(level)}
+    # Of the level plan it may say what a longer window would gain, which is advice: the plan hides nothing.
+    told = {finding.key for finding in diagnose(level) if finding.level == "warning"}
+    assert not {"loss-jitter", "one-sided-steps"} & told
     ratio = (jitter_of(hidden).deviation / jitter_of(level).deviation) ** 2
     record_property("variance_ratio", ratio)
     assert ratio > 2

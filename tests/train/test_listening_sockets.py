@@ -77,14 +77,14 @@ def seen_until_trained(machines: list[subprocess.Popen], settings: Path, logs: l
     return seen
 
 
-def long_run(make_run: MakeRun, flow: dict) -> Path:
+def long_run(make_run: MakeRun, flow: dict, store: Path) -> Path:
     return make_run(
         flow=flow,
         plan={"accumulate": 1},
         train={"max_steps": 4000, "epochs": 2000},
         checkpoint={"every_steps": 2},
         evaluate={"device": "cpu", "num_prompts": 1, "max_new_tokens": 2},
-        data={"heldout_share": 0.2},
+        data={"heldout_share": 0.2, "store": str(store)},
     )
 
 
@@ -97,7 +97,7 @@ def long_run(make_run: MakeRun, flow: dict) -> Path:
     ],
 )
 def test_one_machine_listens_on_loopback_at_most(flow: dict, ports: int, make_run: MakeRun, tmp_path: Path) -> None:
-    settings, log = long_run(make_run, flow), tmp_path / "log"
+    settings, log = long_run(make_run, flow, tmp_path / "store"), tmp_path / "log"
     [seen] = seen_until_trained([start(settings, log)], settings, [log])
     assert len(seen) == ports, seen
     assert {address for address, _ in seen} <= {"127.0.0.1"}, seen
@@ -106,7 +106,7 @@ def test_one_machine_listens_on_loopback_at_most(flow: dict, ports: int, make_ru
 @pytest.mark.slow
 def test_machines_listen_on_the_address_of_the_master_alone(make_run: MakeRun, tmp_path: Path) -> None:
     """127.0.0.2 stands for the network of the machines: 127.0.0.1 and all other addresses must stay closed."""
-    settings = long_run(make_run, RANKS)
+    settings = long_run(make_run, RANKS, tmp_path / "store")
     with socket.socket() as probe:
         probe.bind(("127.0.0.2", 0))
         port = probe.getsockname()[1]

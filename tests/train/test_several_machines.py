@@ -49,7 +49,7 @@ def free_port() -> int:
 def start_machine(number: int, port: int, settings: Path, log: Path, *flags: str) -> subprocess.Popen:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "RANK": str(number), "WORLD_SIZE": "2"}
     environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PYTHONUNBUFFERED": "1"}
-    command = [sys.executable, "-m", "paceline", "train", str(settings), *flags]
+    command = [sys.executable, "-m", "paceline", "train", str(settings), "--observe.console", "plain", *flags]
     with log.open("w") as file:
         return subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment)
 
