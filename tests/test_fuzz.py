@@ -24,10 +24,10 @@ from safetensors.torch import load_file, save_file
 
 from paceline.cli import command, main
 from paceline.config import load_settings
-from paceline.data.rows import RowRejected, read_row
+from paceline.data.rows import Conversation, PlainText, ReadyTokens, RowRejected, read_row
 from paceline.errors import ConfigError, ExportError, PacelineError, PlanError
 from paceline.export.formats import read_drafter
-from paceline.plan.lengths_file import read_lengths
+from paceline.plan.lengths_file import LengthsFile, read_lengths
 from paceline.terminal import PlainConsole
 
 EXAMPLES = int(os.environ.get("PACELINE_FUZZ", "60"))
@@ -94,7 +94,7 @@ def test_flags_of_type_text_are_taken_as_they_are(text: str) -> None:
 @given(VALUES | st.dictionaries(st.sampled_from(["messages", "conversations", "prompt", "input_ids", "tools"]), VALUES))
 def test_rows(value: Any) -> None:
     with contextlib.suppress(RowRejected):
-        read_row(value)
+        assert isinstance(read_row(value), (Conversation, PlainText, ReadyTokens))
 
 
 def npy(header: str, body: bytes = b"") -> bytes:
@@ -114,9 +114,11 @@ def test_lengths_files(tmp_path_factory: pytest.TempPathFactory, kind: str, cont
     path = tmp_path_factory.getbasetemp() / f"fuzz{kind}"
     path.write_bytes(content)
     try:
-        read_lengths(path)
+        found = read_lengths(path)
     except PlanError as error:
         one_line_each(error)
+    else:
+        assert isinstance(found, LengthsFile)
 
 
 @fuzzed

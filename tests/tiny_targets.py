@@ -14,6 +14,22 @@ from paceline.config import TargetConfig
 from paceline.target_model.shared_weights import load_shared_weights
 from paceline.types import HostBatch, PlannedBatch
 
+SMALL: dict[str, Any] = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.3,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+"""Sizes that a server runs: heads of 32, and weights large enough that answers vary."""
+
 TINY: dict[str, Any] = {
     "vocab_size": 97,
     "hidden_size": 32,

@@ -101,7 +101,7 @@ def test_a_disk_without_locks_is_trusted(tmp_path: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(fcntl, "flock", refuse)
     with hold_run(tmp_path / "run"):
-        pass
+        assert (tmp_path / ".run.training").is_file()
 
 
 def test_the_command_trains_no_run_that_is_being_trained(

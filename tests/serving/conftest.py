@@ -26,23 +26,9 @@ from paceline.drafter.spec import derive_spec
 from paceline.evaluate.prompts import PromptRenderer, render_prompts
 from paceline.target_model.load import load_target
 from processes import free_port
-from tiny_targets import save_tiny
+from tiny_targets import SMALL, save_tiny
 
 HERE = Path(__file__).parent
-SMALL: dict[str, Any] = {
-    "vocab_size": 128,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.3,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": 0,
-}
 SERVED = {"vocab_size": 2048, "max_position_embeddings": 1024, "eos_token_id": 2}
 """As the demo's tokenizer needs it."""
 SWITCH = "{%- if add_generation_prompt and enable_thinking is false -%}{{ 'No thoughts.\\n' }}{%- endif -%}"

@@ -28,7 +28,7 @@ from paceline.export.engines import VLLM_BY_TRANSFORMERS
 from paceline.export.exporter import TrainedDrafter, export_drafter
 from paceline.target_model.load import load_target
 from paceline.target_model.model import TargetModel
-from tiny_targets import save_tiny
+from tiny_targets import SMALL, save_tiny
 
 pytestmark = [pytest.mark.serving, pytest.mark.timeout(600)]
 MAX_TOKENS, STOP_AT = 40, 25
@@ -36,20 +36,6 @@ CLOSE = 0.1
 """Gap of two logits of the drafter (of about 8) that vLLM on a CPU may take for each other: its drafts were seen to
 differ where the gap was 0.01 and 0.06, in 2 of 59 passes. With products in bfloat16 (mkldnn) paceline drafts the same
 in all 59."""
-SMALL: dict[str, Any] = {
-    "vocab_size": 128,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.3,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": 0,
-}
 LAYERS: dict[str, dict[str, Any]] = {
     "full": {"layers": ("full", "full"), "causal": (False, False)},
     "full causal": {"layers": ("full", "full"), "causal": (True, True)},

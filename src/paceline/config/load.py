@@ -210,6 +210,7 @@ def _check_values(root: yaml.Node, file: Path) -> None:
     loader = yaml.SafeLoader("")
 
     def size_of(node: yaml.Node) -> int:
+        """Values that a node stands for, its own and those of its aliases."""
         line = node.start_mark.line + 1
         if id(node) in sizes:
             known = sizes[id(node)]

@@ -92,6 +92,7 @@ class Renderer:
         thoughtful = {**_ANSWER, **dict.fromkeys(REASONING_KEYS, "thought")}
 
         def render(variables: Variables) -> tuple[str, str] | None:
+            """A question's prompt, and the chat with an answer that holds a thought; None where it is refused."""
             chat = Conversation([_QUESTION, thoughtful])
             variables = {**self._always, **variables}
             try:

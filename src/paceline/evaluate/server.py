@@ -237,6 +237,7 @@ def _level(
     places = list(itertools.islice(itertools.cycle(range(len(prompts))), max(len(prompts), concurrency)))
 
     def ask(number: int) -> ServedAnswer:
+        """One request of the level; raises what the server raises."""
         place = places[number]
         # A salt for each time that a prompt is sent: no request finds its prompt in the server's prefix cache.
         salt = f"{run}-{concurrency}-{number // len(prompts)}"

@@ -57,6 +57,7 @@ def report_server(run_dir: Path, port: int = 0) -> Generator[http.server.HTTPSer
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
+            """The page, for requests to this machine by its own name."""
             # A page elsewhere may make a browser call this address by another name; it gets nothing.
             name = self.headers.get("Host", "").partition(":")[0]
             if self.path != "/" or name not in (HOST, "localhost"):

@@ -83,6 +83,7 @@ def _widths_and_rests(
     narrow = _narrow(num_classes * q)
 
     def describe(part: slice) -> tuple[np.ndarray, np.ndarray | None]:
+        """Classes and rests of a range of entries."""
         below = lengths[part].astype(narrow)
         below -= narrow(1)
         classes = below // narrow(q)
