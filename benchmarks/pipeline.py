@@ -36,12 +36,23 @@ from rich.table import Table
 from paceline.check.memory_budget import Split, best_split
 from paceline.pipeline.coordinator import Coordinator, Work
 from paceline.pipeline.feature_pool import FeaturePool
-from paceline.pipeline.messages import BufferReleased, DrafterTask, FeaturesReady, StepTaken, TakeStep, TargetTask
+from paceline.pipeline.messages import (
+    BufferReleased,
+    BuildDrafter,
+    DrafterBuilt,
+    DrafterTask,
+    FeaturesReady,
+    ShareWeights,
+    StepTaken,
+    TakeStep,
+    TargetTask,
+    WeightsShared,
+)
 from paceline.pipeline.multinode import ALONE, RankInfo, rank_groups
 from paceline.pipeline.prefetch import Prefetcher
 from paceline.pipeline.process import Stage, WorkerProcess
 from paceline.pipeline.telemetry import RemoteObserver
-from paceline.types import HostBatch, PlannedBatch, PlannedStep, Ratio, StepReport
+from paceline.types import HostBatch, PlannedBatch, PlannedStep, Ratio, SharedWeights, StepReport
 
 TAIL = 2
 """Windows at the end that are not measured: targets have nothing left to run ahead with."""
@@ -86,8 +97,11 @@ class SleepingTarget(Stage):
     def __init__(self, load: Load) -> None:
         self.load = load
 
-    def handle(self, message: TargetTask) -> Iterator[FeaturesReady]:
+    def handle(self, message: ShareWeights | TargetTask) -> Iterator[WeightsShared | FeaturesReady]:
         """Sleep."""
+        if isinstance(message, ShareWeights):
+            yield WeightsShared(SharedWeights(torch.empty(0), torch.empty(0)))
+            return
         time.sleep(self.load.target_s(message.host.planned))
         yield FeaturesReady(message.buffer)
 
@@ -99,8 +113,13 @@ class SleepingDrafter(Stage):
         self.load, self.busy_s, self.batches = load, 0.0, []
         self.world = group.join("cpu") if group else None
 
-    def handle(self, message: DrafterTask | TakeStep) -> Iterator[BufferReleased | StepTaken]:
+    def handle(
+        self, message: BuildDrafter | DrafterTask | TakeStep
+    ) -> Iterator[DrafterBuilt | BufferReleased | StepTaken]:
         """Sleep, or report the window: the loss holds the work of the rank that had most, `seconds` that of all."""
+        if isinstance(message, BuildDrafter):
+            yield DrafterBuilt()
+            return
         if isinstance(message, DrafterTask):
             began = time.perf_counter()
             time.sleep(self.load.drafter_s(message.host.planned))

@@ -15,19 +15,22 @@ import torch
 from paceline.pipeline.feature_pool import FeaturePool
 from paceline.pipeline.messages import (
     BufferReleased,
+    BuildDrafter,
     CheckpointTaken,
+    DrafterBuilt,
     DrafterTask,
     FeaturesReady,
     MemoryProbe,
     Probed,
     SaveCheckpoint,
+    ShareWeights,
     StepTaken,
     TakeStep,
-    TargetTask,
     ValidationTask,
+    WeightsShared,
 )
 from paceline.pipeline.process import Stage
-from paceline.types import Ratio, StepReport
+from paceline.types import Ratio, SharedWeights, StepReport
 
 
 class SimulatedTarget(Stage):
@@ -37,7 +40,10 @@ class SimulatedTarget(Stage):
         self.pool, self.random, self.most_delay_s = pool, random.Random(seed), most_delay_s
         self.error, self.error_at = error, error_at
 
-    def handle(self, message: TargetTask | ValidationTask | MemoryProbe) -> Iterator[FeaturesReady | Probed]:
+    def handle(self, message: Any) -> Iterator[Any]:
+        if isinstance(message, ShareWeights):
+            yield WeightsShared(SharedWeights(torch.full((2,), 3.0), torch.full((2,), 5.0)))
+            return
         if isinstance(message, MemoryProbe):
             if self.error == "memory":
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
@@ -63,7 +69,12 @@ class SimulatedDrafter(Stage):
         self.probed: list[int] = []
 
     def handle(self, message: Any) -> Iterator[Any]:
-        if isinstance(message, (DrafterTask, ValidationTask, MemoryProbe)):
+        if isinstance(message, BuildDrafter):
+            self.weights = message.weights
+            yield DrafterBuilt()
+        elif isinstance(message, (DrafterTask, ValidationTask, MemoryProbe)):
+            if [float(self.weights.embedding.sum()), float(self.weights.head.sum())] != [6.0, 10.0]:
+                raise ValueError("other weights than the target handed over")
             index = message.host.planned.index
             if index == self.error_at:
                 misbehave(self.error)

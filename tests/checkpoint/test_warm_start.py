@@ -18,6 +18,7 @@ from paceline.errors import ConfigError, ExportError
 from paceline.export.speculators import write_speculators
 from paceline.export.zlab import write_zlab
 from paceline.target_model.facts import describe
+from paceline.target_model.shared_weights import load_shared_weights
 from small_runs import built
 
 MakeRun = Callable[..., Path]
@@ -49,7 +50,7 @@ def test_the_run_begins_with_the_folders_weights(
 
     folder = folder_of(format, dtype)
     run = built(make_run(drafter={"init": str(folder)}))
-    learner = learner_factory(run)()
+    learner = learner_factory(run)(load_shared_weights(run.settings.target, run.settings.target.dtype))
     for name, tensor in drafter[1].items():
         mine = learner.network.state_dict()[name]
         assert mine.dtype == torch.float32

@@ -16,20 +16,23 @@ from fake_cuda import fake_cuda
 from paceline.config import TargetConfig
 from paceline.device import own_device
 from paceline.drafter.stage import DrafterStage
-from paceline.errors import DrafterError, TargetError
+from paceline.errors import DrafterError, StageError, TargetError
 from paceline.pipeline.feature_pool import FeaturePool
 from paceline.pipeline.messages import (
     BufferReleased,
+    BuildDrafter,
+    DrafterBuilt,
     DrafterTask,
     FeaturesReady,
     MemoryProbe,
     Probed,
+    ShareWeights,
     TakeStep,
     TargetTask,
     ValidationTask,
 )
 from paceline.target_model.stage import TargetStage
-from paceline.types import HostBatch, PlannedBatch, PlannedStep
+from paceline.types import HostBatch, PlannedBatch, PlannedStep, SharedWeights
 
 TAPS, HIDDEN = [1, 3, 5], 128
 
@@ -49,6 +52,13 @@ def raising(error: BaseException) -> Callable[..., Any]:
     return fail
 
 
+def begun(learner: Any, pool: FeaturePool, writer: Any = None) -> DrafterStage:
+    """The stage of a learner; one that is called raises instead of being built."""
+    stage = DrafterStage(learner if callable(learner) else lambda weights: learner, pool, writer)
+    assert list(stage.handle(BuildDrafter(SharedWeights(torch.ones(2, 2), torch.ones(2, 2))))) == [DrafterBuilt()]
+    return stage
+
+
 @pytest.fixture
 def stage(demo_assets: Path) -> TargetStage:
     settings = TargetConfig(path=str(demo_assets / "target"), dtype="float32")
@@ -66,6 +76,14 @@ def test_a_probe_leaves_the_guarded_first_batch_as_it_would_be(stage: TargetStag
     assert torch.equal(stage._pool.read(0, 51)[0], stage._pool.read(1, 51)[0])
 
 
+def test_weights_for_which_shared_memory_has_no_room_are_one_line(
+    stage: TargetStage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paceline.pipeline.feature_pool.shutil.disk_usage", lambda place: SimpleNamespace(free=1000))
+    with pytest.raises(StageError, match=r"^shared memory: embedding and head, .* need \d MiB, .* has 0 MiB free"):
+        list(stage.handle(ShareWeights()))
+
+
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), MemoryError()])
 def test_out_of_memory_names_bytes_and_what_to_lower(
     stage: TargetStage, monkeypatch: pytest.MonkeyPatch, error: BaseException
@@ -81,7 +99,7 @@ def test_out_of_memory_names_bytes_and_what_to_lower(
 def test_a_drafter_that_runs_out_of_memory_says_what_to_lower() -> None:
     learner = make_learner(small_spec(), drafter={"positions_per_pass": 40})
     learner.accumulate = learner.step = raising(torch.OutOfMemoryError("CUDA out of memory"))
-    drafter = DrafterStage(lambda: learner, FeaturePool(2, 64, 12, torch.float32), SimpleNamespace(check=lambda: None))
+    drafter = begun(learner, FeaturePool(2, 64, 12, torch.float32), SimpleNamespace(check=lambda: None))
     says = (
         r"on cpu with 96 draft positions \(40 at once\) over 51 tokens \(62 padded tokens\): features .* MiB; "
         r"lower drafter.positions_per_pass \(now 40\)"
@@ -113,7 +131,7 @@ def test_validation_features_are_kept_on_the_host(monkeypatch: pytest.MonkeyPatc
         pool.write(0, features, features[:, :6].contiguous())
         expected = pool.read(0, 51)
         learner = SimpleNamespace(device=torch.device("cuda:3"), hold_for_validation=held.append)
-        stage = DrafterStage(lambda: learner, pool, None)
+        stage = begun(learner, pool)
         cuda.only_copies = True
         (released,) = stage.handle(ValidationTask(host([20, 31], [4, 9]), 0))
         assert released == BufferReleased(0)
@@ -133,7 +151,7 @@ def test_a_batch_goes_where_the_one_before_the_last_was(monkeypatch: pytest.Monk
         own_device("cuda:3")
         pool = FeaturePool(2, 64, 12, torch.float32, 6)
         learner = SimpleNamespace(device=torch.device("cuda:3"), accumulate=lambda batch: seen.append(batch.features))
-        stage = DrafterStage(lambda: learner, pool, None)
+        stage = begun(learner, pool)
         for number in range(4):
             pool.write(number % 2, torch.full((51, 12), float(number)), torch.zeros(51, 6))
             cuda.synchronize(3)
@@ -147,7 +165,7 @@ def test_a_batch_goes_where_the_one_before_the_last_was(monkeypatch: pytest.Monk
 def test_out_of_memory_at_the_start_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     full, pool = raising(torch.OutOfMemoryError("CUDA out of memory")), FeaturePool(2, 64, 12, torch.float32)
     with pytest.raises(DrafterError, match=r"^out of memory while the drafter is made; lower plan.token_budget"):
-        DrafterStage(full, pool, None)
+        begun(full, pool)
     monkeypatch.setattr("paceline.target_model.load.load_target", full)
     with pytest.raises(TargetError, match=r"^out of memory on cpu while the target is loaded .*target.quantization\)$"):
         TargetStage(TargetConfig(path="x"), TAPS, "cpu", pool)

@@ -27,6 +27,7 @@ from paceline.drafter.learner import Learner
 from paceline.run.learner_factory import learner_factory
 from paceline.target_model.load import load_target
 from paceline.target_model.model import TargetModel
+from paceline.target_model.shared_weights import shared_weights
 from processes import children_of
 from small_runs import built
 
@@ -69,7 +70,7 @@ def replayed(settings_file: Path, steps: int) -> dict[str, torch.Tensor]:
     """One learner trained in this process on the windows that a run with several drafter ranks planned."""
     run = built(settings_file)
     target = load_target(run.settings.target, run.taps)
-    learner = dataclasses.replace(learner_factory(run), first_step=0)()
+    learner = dataclasses.replace(learner_factory(run), first_step=0)(shared_weights(target))
     batches = run.plan.host_batches(run.steps[:steps], range(run.num_ranks), run.num_ranks)
     for planned in run.steps[:steps]:
         for _ in planned.batches:

@@ -76,6 +76,12 @@ def pool_bytes(facts: TargetFacts, spec: DrafterSpec, settings: Settings, load: 
     return min(flow.num_buffers, allowed) * load.tokens * token
 
 
+def handed_over_bytes(facts: TargetFacts, settings: Settings) -> int:
+    """Bytes of embedding and head, which the target hands to the drafter ranks in shared memory before training."""
+    size = facts.vocab_size * facts.hidden_size * settings_bytes(settings.target.dtype)
+    return size if facts.tied_head else 2 * size
+
+
 def settings_bytes(dtype: str) -> int:
     """Bytes of one number of a type named in the settings."""
     return getattr(torch, dtype).itemsize

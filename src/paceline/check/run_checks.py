@@ -122,6 +122,8 @@ def check_memory(context: CheckContext) -> CheckResult:
     per_pass = learner.settings.positions_per_pass
     drafter = memory_budget.drafter_bytes(context.facts, context.spec, settings, load, per_pass)
     pool = memory_budget.pool_bytes(context.facts, context.spec, settings, load)
+    if settings.flow.mode == "pipeline":
+        pool += memory_budget.handed_over_bytes(context.facts, settings)
     evaluator = memory_budget.evaluator_bytes(weights_bytes(context), context.spec, settings)
     figures: dict[str, Any] = {"target": target, "drafter": drafter, "evaluator": evaluator, "pool": pool}
     figures["positions_per_pass"] = per_pass

@@ -19,7 +19,9 @@ from paceline.errors import DrafterError
 from paceline.pipeline.feature_pool import FeaturePool
 from paceline.pipeline.messages import (
     BufferReleased,
+    BuildDrafter,
     CheckpointTaken,
+    DrafterBuilt,
     DrafterTask,
     MemoryProbe,
     Probed,
@@ -30,7 +32,7 @@ from paceline.pipeline.messages import (
 )
 from paceline.pipeline.process import Stage
 from paceline.pipeline.profiler import StepProfile
-from paceline.types import FeatureBatch, HostBatch
+from paceline.types import FeatureBatch, HostBatch, SharedWeights
 
 BUILT = (
     "out of memory while {}; lower plan.token_budget or drafter.num_layers, or set optimizer.shard for several ranks"
@@ -39,10 +41,10 @@ BUILT = (
 
 
 class DrafterStage(Stage):
-    """Trains the drafter on one device.
+    """Trains the drafter on one device. The first message is `BuildDrafter`.
 
     Args:
-        build: makes the learner, with the state of a checkpoint where the run goes on.
+        build: makes the learner on weights of the target, with the state of a checkpoint where the run goes on.
         pool: buffers that features are read from.
         writer: writes checkpoints; None for a rank that does not.
         profile: steps that are profiled.
@@ -52,27 +54,33 @@ class DrafterStage(Stage):
 
     def __init__(
         self,
-        build: Callable[[], Learner],
+        build: Callable[[SharedWeights], Learner],
         pool: FeaturePool,
         writer: StateWriter | None,
         profile: StepProfile | None = None,
         last_step: int = 0,
         several_machines: bool = False,
     ) -> None:
-        with device_errors(DrafterError, lambda: BUILT.format("the drafter is made")):
-            self._learner = build()
-        self._copies = side_stream(self._learner.device)
-        pool.pin(self._learner.device)
-        rooms = 0 if self._copies is None else 2  # one is filled while the other is trained on
-        with device_errors(DrafterError, lambda: BUILT.format("room for two batches of features is made")):
-            self._rooms = deque(pool.room_on(self._learner.device) for _ in range(rooms))
+        self._build = build
         self._profile, self._last_step = profile, last_step
         self._several_machines = several_machines
         self._pool, self._writer = pool, writer
 
+    def _begin(self, weights: SharedWeights) -> None:
+        with device_errors(DrafterError, lambda: BUILT.format("the drafter is made")):
+            self._learner = self._build(weights)
+        self._copies = side_stream(self._learner.device)
+        self._pool.pin(self._learner.device)
+        rooms = 0 if self._copies is None else 2  # one is filled while the other is trained on
+        with device_errors(DrafterError, lambda: BUILT.format("room for two batches of features is made")):
+            self._rooms = deque(self._pool.room_on(self._learner.device) for _ in range(rooms))
+
     def handle(self, message: Any) -> Iterator[Any]:
-        """Accumulate a batch, close a window, write a checkpoint; before training, try a batch or keep one."""
-        if isinstance(message, DrafterTask):
+        """Accumulate a batch, close a window, write a checkpoint; before training, begin, try a batch or keep one."""
+        if isinstance(message, BuildDrafter):
+            self._begin(message.weights)
+            yield DrafterBuilt()
+        elif isinstance(message, DrafterTask):
             if self._profile is not None:
                 self._profile.before(self._learner.steps_done + 1)
             self._within_memory(self._learner.accumulate, message)

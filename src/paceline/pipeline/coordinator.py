@@ -18,8 +18,11 @@ from paceline.config import FlowConfig
 from paceline.errors import NOT_TRAINED, Interrupted, PacelineError, StageError
 from paceline.pipeline.feature_pool import FeaturePool
 from paceline.pipeline.messages import (
+    START_UP,
     BufferReleased,
+    BuildDrafter,
     CheckpointTaken,
+    DrafterBuilt,
     DrafterTask,
     Failed,
     FeaturesReady,
@@ -28,10 +31,12 @@ from paceline.pipeline.messages import (
     Ready,
     Reply,
     SaveCheckpoint,
+    ShareWeights,
     StepTaken,
     TakeStep,
     TargetTask,
     ValidationTask,
+    WeightsShared,
     describe,
 )
 from paceline.pipeline.multinode import ALONE, MAX_STEPS_AHEAD, Nodes
@@ -155,9 +160,12 @@ class Coordinator:
                     self._save(report.step)
 
     def _prepare(self) -> None:
-        """Wait for the workers, run the largest batches, hand over the validation batches."""
+        """Wait for the workers, join drafters and target, run the largest batches, hand over the validation batches."""
         workers = [*self._targets, *self._drafters]
         self._listen_until(lambda: all(worker.ready for worker in workers))
+        for worker in self._targets[:1]:
+            self._ask(worker, ShareWeights())  # its answer is sent on to all drafter ranks
+        self._listen_until(lambda: not any(worker.outstanding for worker in self._drafters))
         for worker in workers:
             # The drafter ranks come last: they read the features that the targets have left in the buffers.
             for buffer, host in enumerate(self._work.largest):
@@ -296,11 +304,12 @@ class Coordinator:
         """Name a worker that makes no progress."""
         limit_s = self._flow.stall_limit_s
         for worker in workers:
-            if worker.silent_s() > (limit_s if worker.ready else max(limit_s, START_LIMIT_S)):
+            starting = worker.doing() == START_UP
+            if worker.silent_s() > (max(limit_s, START_LIMIT_S) if starting else limit_s):
                 raise StageError(
                     f"stage {worker.name} has shown no progress for {worker.silent_s():.0f} s while working on "
                     f"{worker.doing()}; the limit is flow.stall_limit_s = {limit_s:g}"
-                    + ("" if worker.ready else f", for start-up at least {START_LIMIT_S:g} s")
+                    + (f", for start-up at least {START_LIMIT_S:g} s" if starting else "")
                 )
 
     def _receive(self, worker: WorkerProcess) -> Iterator[tuple[StepReport, StepTimes]]:
@@ -326,6 +335,12 @@ class Coordinator:
             return
         self._book()
         task = worker.outstanding.popleft()
+        if isinstance(payload, DrafterBuilt):
+            return
+        if isinstance(payload, WeightsShared):
+            for rank in self._drafters:
+                rank.send(BuildDrafter(payload.weights))
+            return
         if isinstance(payload, Probed):
             self._telemetry.probed(payload)
             return

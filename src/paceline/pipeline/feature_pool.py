@@ -59,7 +59,11 @@ class FeaturePool:
         self.num_buffers, self.max_tokens, self.columns, self.dtype = num_buffers, max_tokens, columns, dtype
         self.last_columns, self.transport, self.taps = last_columns, transport, taps
         self._stored = {"exact": dtype, "bf16": torch.bfloat16, "fp8": _FP8}[transport]
-        self._check_room()
+        check_room(
+            self.num_bytes,
+            f"{num_buffers} feature buffers need",
+            "lower plan.token_budget or flow.pool_buffers, or give the container more (docker: --shm-size)",
+        )
         self.storage = _shared(num_buffers, max_tokens * columns, self._stored)
         self.last = _shared(num_buffers, max_tokens * last_columns, dtype)
         self.scales = _shared(num_buffers, max_tokens * taps if transport == "fp8" else 0, torch.float32)
@@ -160,16 +164,26 @@ class FeaturePool:
     def _scales(self, buffer: int, tokens: int) -> Tensor:
         return self.scales[buffer, : tokens * self.taps].view(tokens, self.taps)
 
-    def _check_room(self) -> None:
-        if not SHARED_MEMORY.is_dir():
-            return
-        free = shutil.disk_usage(SHARED_MEMORY).free
-        if free < self.num_bytes:
-            raise StageError(
-                f"shared memory: {self.num_buffers} feature buffers need {self.num_bytes / 2**20:.0f} MiB, "
-                f"{SHARED_MEMORY} has {free / 2**20:.0f} MiB free; lower plan.token_budget or flow.pool_buffers, "
-                "or give the container more (docker: --shm-size)"
-            )
+
+def check_room(num_bytes: int, what: str, advice: str) -> None:
+    """Refuse what the machine's shared memory has no room for.
+
+    Args:
+        num_bytes: needed.
+        what: that needs them, with its verb.
+        advice: what the user can do.
+
+    Raises:
+        StageError: one line.
+    """
+    if not SHARED_MEMORY.is_dir():
+        return
+    free = shutil.disk_usage(SHARED_MEMORY).free
+    if free < num_bytes:
+        raise StageError(
+            f"shared memory: {what} {num_bytes / 2**20:.0f} MiB, "
+            f"{SHARED_MEMORY} has {free / 2**20:.0f} MiB free; {advice}"
+        )
 
 
 @dataclass

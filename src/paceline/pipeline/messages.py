@@ -1,4 +1,7 @@
-"""What travels between the coordinator and its workers: no tensors, a buffer of the pool is named by its number."""
+"""What travels between the coordinator and its workers: the target's weights for the drafter once, then no tensors.
+
+A buffer of the pool is named by its number.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,31 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from paceline.types import HostBatch, PlannedStep, StepReport
+from paceline.types import HostBatch, PlannedStep, SharedWeights, StepReport
+
+
+@dataclass(frozen=True, slots=True)
+class ShareWeights:
+    """For the first target worker, before all else: hand over what drafters take over from the target."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsShared:
+    """From a target worker: what drafters take over, in shared memory."""
+
+    weights: SharedWeights
+
+
+@dataclass(frozen=True, slots=True)
+class BuildDrafter:
+    """For a drafter rank, before all else: build the drafter on these weights of the target."""
+
+    weights: SharedWeights
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterBuilt:
+    """From a drafter rank: built, with the state that the run starts from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +144,7 @@ class CheckpointTaken:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """From a worker: built and waiting for work."""
+    """From a worker: started and waiting for work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +188,10 @@ class Reply:
     memory: tuple[int, int] | None = None
 
 
+START_UP = "start-up"
+"""What a worker does before its first batch."""
+
+
 def describe(message: Any) -> str:
     """A task as a user reads it in an error: its batch and samples, or its step."""
     if isinstance(message, (TargetTask, DrafterTask)):
@@ -173,7 +204,7 @@ def describe(message: Any) -> str:
         return f"optimizer step {message.planned.step}"
     if isinstance(message, SaveCheckpoint):
         return f"checkpoint of step {message.step}"
-    return "start-up"
+    return START_UP
 
 
 def batch_name(host: HostBatch) -> str:

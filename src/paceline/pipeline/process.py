@@ -27,7 +27,7 @@ import torch.multiprocessing as multiprocessing
 
 from paceline.device import Mark, deterministic_algorithms, own_device
 from paceline.errors import PacelineError, PeerError
-from paceline.pipeline.messages import Failed, Ready, Reply, Stop, describe
+from paceline.pipeline.messages import START_UP, Failed, Ready, Reply, Stop, describe
 from paceline.pipeline.telemetry import PeakMemory
 from paceline.text import first_line
 
@@ -243,7 +243,7 @@ class WorkerProcess:
     def doing(self) -> str:
         """What the worker is working on, for errors."""
         if not self.ready:
-            return "start-up"
+            return START_UP
         return describe(self.outstanding[0]) if self.outstanding else "nothing"
 
     def silent_s(self) -> float:

@@ -49,20 +49,16 @@ class LearnerFactory:
     most_tokens: int = 0
     beside: int = 0
 
-    def __call__(self, weights: SharedWeights | None = None) -> Learner:
+    def __call__(self, weights: SharedWeights) -> Learner:
         """The learner, with the state of the checkpoint that the run continues from.
 
         Args:
-            weights: what the loaded target hands over; read from its files where None.
+            weights: what the loaded target hands over.
         """
         from paceline.drafter.distributed import broadcast_state
         from paceline.drafter.learner import Learner
-        from paceline.target_model.shared_weights import load_shared_weights
         from paceline.target_model.teacher import Teacher
 
-        if weights is None:
-            # In the type of the loaded target, so that all modes train on the same numbers.
-            weights = load_shared_weights(self.target, self.target.dtype, with_teacher=self.objective.needs_teacher)
         world = self.group.join(self.device) if self.group else None
         shards = self.group.machine_group() if self.group and self.optimizer.shard else None
         learner = Learner(

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from paceline.config import TargetConfig
 from paceline.errors import TargetError
+from paceline.pipeline.feature_pool import check_room
 from paceline.target_model.facts import read_config
 from paceline.target_model.introspect import hooked, main_output, run_plain
 from paceline.target_model.load import load_model
@@ -83,8 +84,24 @@ def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def on_host(weights: SharedWeights) -> SharedWeights:
-    """The same in memory that other processes of this machine can map: sent to them, no tensor is copied."""
+    """The same in memory that other processes of this machine can map: sent to them, no tensor is copied.
+
+    Raises:
+        StageError: the machine's shared memory is too small.
+    """
     done: dict[int, Tensor] = {}
+    sizes: dict[int, int] = {}
+
+    def sized(tensor: Tensor) -> Tensor:
+        sizes[tensor.data_ptr()] = tensor.nbytes
+        return tensor
+
+    _each(weights, sized)
+    check_room(
+        sum(sizes.values()),
+        "embedding and head, which drafters take over from the target, need",
+        "lower flow.pool_buffers, or give the container more (docker: --shm-size)",
+    )
 
     def shared(tensor: Tensor) -> Tensor:
         if tensor.data_ptr() not in done:

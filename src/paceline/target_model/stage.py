@@ -9,10 +9,19 @@ from paceline.config import TargetConfig
 from paceline.device import device_errors
 from paceline.errors import TargetError
 from paceline.pipeline.feature_pool import FeaturePool
-from paceline.pipeline.messages import FeaturesReady, MemoryProbe, Probed, TargetTask, ValidationTask
+from paceline.pipeline.messages import (
+    FeaturesReady,
+    MemoryProbe,
+    Probed,
+    ShareWeights,
+    TargetTask,
+    ValidationTask,
+    WeightsShared,
+)
 from paceline.pipeline.process import Stage
 from paceline.target_model.hand_over import HandOver, SentBatch
 from paceline.target_model.model import TargetModel
+from paceline.target_model.shared_weights import on_host, shared_weights
 from paceline.target_model.tap_guard import check_features, guard_first_batch
 from paceline.types import HostBatch
 
@@ -50,8 +59,16 @@ class TargetStage(Stage):
         self._sent: deque[tuple[TargetTask | ValidationTask | MemoryProbe, SentBatch]] = deque()
         self._handled = 0
 
-    def handle(self, message: TargetTask | ValidationTask | MemoryProbe) -> Iterator[FeaturesReady | Probed]:
-        """Compute the features of the batch's real tokens, [S, N·H], and queue their way into the task's buffer."""
+    def handle(
+        self, message: ShareWeights | TargetTask | ValidationTask | MemoryProbe
+    ) -> Iterator[WeightsShared | FeaturesReady | Probed]:
+        """Compute the features of the batch's real tokens, [S, N·H], and queue their way into the task's buffer.
+
+        Before the first batch: hand over what drafters take over from the target.
+        """
+        if isinstance(message, ShareWeights):
+            yield WeightsShared(on_host(shared_weights(self._target, with_teacher=self._pool.last_columns > 0)))
+            return
         with device_errors(TargetError, lambda: out_of_memory(self._target, self._device, message.host)):
             self._sent.append((message, self._compute(message)))
         yield from self.answers()
