@@ -8,13 +8,14 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from batches import host_batch, planned_batch
 from paceline.config import DrafterConfig, ObjectiveConfig, OptimizerConfig
 from paceline.drafter.anchors import sample_anchors
 from paceline.drafter.attention.layout import Layout
 from paceline.drafter.host_copy import HostCopy
 from paceline.drafter.learner import Learner
 from paceline.drafter.spec import DrafterSpec
-from paceline.types import FeatureBatch, HostBatch, PlannedBatch, PlannedStep, StepReport
+from paceline.types import FeatureBatch, HostBatch, PlannedStep, StepReport
 
 
 def small_spec(**changes) -> DrafterSpec:
@@ -48,25 +49,16 @@ def make_host(
 ) -> HostBatch:
     random = np.random.default_rng(seed)
     rows = np.arange(len(lengths)) if rows is None else np.asarray(rows)
-    width = max(lengths)
-    ids = np.zeros((len(lengths), width), np.int64)
-    mask = np.zeros((len(lengths), width), bool)
-    anchors, counts = [], []
+    documents, found_masks, anchors = [], [], []
     for i, length in enumerate(lengths):
-        ids[i, :length] = random.integers(3, spec.vocab_size - 1, length)
-        mask[i, :length] = random.random(length) < 0.8 if masks is None else masks[i]
-        found = sample_anchors(mask[i, :length], seed=seed, epoch=0, sample=int(rows[i]), limit=num_anchors)
-        anchors.append(found)
-        counts.append(len(found))
-    planned = PlannedBatch(
-        index=index, epoch=0, window=0, replica=0, slot=0, bucket=bucket, rows=rows, width=width,
-        real_tokens=int(sum(lengths)), padded_tokens=width * len(lengths),
-        draft_positions=sum(counts) * spec.block_size,
-    )  # fmt: skip
-    return HostBatch(
-        planned=planned, ids=ids, loss_mask=mask, lengths=np.asarray(lengths, np.int64),
-        anchors=np.concatenate(anchors).astype(np.int64), anchor_counts=np.asarray(counts, np.int64),
-    )  # fmt: skip
+        documents.append(random.integers(3, spec.vocab_size - 1, length))
+        mask = random.random(length) < 0.8 if masks is None else np.asarray(masks[i], bool)
+        found_masks.append(mask)
+        anchors.append(sample_anchors(mask, seed=seed, epoch=0, sample=int(rows[i]), limit=num_anchors))
+    positions = sum(map(len, anchors)) * spec.block_size
+    return host_batch(
+        documents, masks=found_masks, anchors=anchors, rows=rows, index=index, bucket=bucket, draft_positions=positions
+    )
 
 
 def make_batch(
@@ -88,11 +80,7 @@ def pick(batch: FeatureBatch, rows, index=0) -> FeatureBatch:
     tokens = np.concatenate([np.arange(starts[i], starts[i] + host.lengths[i]) for i in rows])
     anchors = np.concatenate([host.anchors[firsts[i] : firsts[i] + host.anchor_counts[i]] for i in rows])
     width = int(host.lengths[rows].max())
-    planned = PlannedBatch(
-        index=index, epoch=0, window=0, replica=0, slot=0, bucket=host.planned.bucket, rows=host.planned.rows[rows],
-        width=width, real_tokens=len(tokens), padded_tokens=width * len(rows),
-        draft_positions=0,
-    )  # fmt: skip
+    planned = planned_batch(host.planned.rows[rows], width, len(tokens), index=index, bucket=host.planned.bucket)
     part = HostBatch(
         planned, host.ids[rows, :width], host.loss_mask[rows, :width], host.lengths[rows], anchors,
         host.anchor_counts[rows],

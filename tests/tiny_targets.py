@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from batches import host_batch
 from paceline.config import TargetConfig
 from paceline.target_model.shared_weights import load_shared_weights
-from paceline.types import HostBatch, PlannedBatch
+from paceline.types import HostBatch
 
 SMALL: dict[str, Any] = {
     "vocab_size": 128,
@@ -76,28 +76,9 @@ def save_tiny(folder: Path, model_type: str, seed: int = 0, **more: Any) -> Path
     return folder
 
 
-def host_batch(documents: Sequence[Sequence[int]], *, width: int | None = None, index: int = 3) -> HostBatch:
-    """A right-padded batch of documents without anchors."""
-    lengths = np.array([len(document) for document in documents])
-    width = width or int(lengths.max())
-    ids = np.full((len(documents), width), PAD, dtype=np.int64)
-    for row, document in enumerate(documents):
-        ids[row, : len(document)] = document
-    planned = PlannedBatch(
-        index=index,
-        epoch=0,
-        window=0,
-        replica=0,
-        slot=0,
-        bucket=0,
-        rows=np.arange(100, 100 + len(documents)),
-        width=width,
-        real_tokens=int(lengths.sum()),
-        padded_tokens=ids.size,
-        draft_positions=0,
-    )
-    nothing = np.zeros(0, dtype=np.int64)
-    return HostBatch(planned, ids, ids > PAD, lengths, nothing, np.zeros(len(documents), dtype=np.int64))
+def target_batch(documents: Sequence[Sequence[int]], *, width: int | None = None, index: int = 3) -> HostBatch:
+    """A right-padded batch of documents without anchors; its samples are 100, 101 ..."""
+    return host_batch(documents, rows=range(100, 100 + len(documents)), width=width, pad=PAD, index=index)
 
 
 def embedding_and_head(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from batches import planned_batch
 from paceline.data.collate import collate
 from paceline.drafter.anchors import sample_anchors
 from paceline.errors import DataError
@@ -27,7 +28,7 @@ class Source:
 
 def planned(rows: list[int], width: int, real: int | None = None, epoch: int = 0) -> PlannedBatch:
     total = int(Source.lengths[rows].sum()) if real is None else real
-    return PlannedBatch(0, epoch, 0, 0, 0, 0, np.array(rows), width, total, width * len(rows), 0)
+    return planned_batch(rows, width, total, epoch=epoch)
 
 
 def made(batch: PlannedBatch) -> object:

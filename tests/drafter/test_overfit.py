@@ -6,6 +6,7 @@ import random
 
 import numpy as np
 
+from batches import host_batch
 from drafter_cases import close_window
 from paceline.config import DrafterConfig, ObjectiveConfig, OptimizerConfig, TargetConfig
 from paceline.decode.chain import speculative_decode
@@ -14,24 +15,16 @@ from paceline.drafter.anchors import sample_anchors
 from paceline.drafter.learner import Learner
 from paceline.drafter.spec import derive_spec
 from paceline.target_model.load import load_target
-from paceline.types import FeatureBatch, HostBatch, PlannedBatch
+from paceline.types import FeatureBatch, HostBatch
 from tiny_targets import save_tiny
 
 TAPS, BLOCK, STEPS, ANSWER = [0, 2], 5, 160, 30
 
 
 def samples_as_batch(samples, prompts, epoch: int) -> HostBatch:
-    lengths = np.array([len(sample) for sample in samples])
-    ids, mask = np.zeros((len(samples), lengths.max()), np.int64), np.zeros((len(samples), lengths.max()), bool)
-    anchors = []
-    for row, (sample, prompt) in enumerate(zip(samples, prompts, strict=True)):
-        ids[row, : len(sample)] = sample
-        mask[row, len(prompt) : len(sample)] = True
-        anchors.append(sample_anchors(mask[row], seed=0, epoch=epoch, sample=row, limit=16))
-    counts = np.array([len(found) for found in anchors])
-    total = int(lengths.sum())
-    planned = PlannedBatch(0, epoch, 0, 0, 0, 0, np.arange(8), int(lengths.max()), total, ids.size, 0)
-    return HostBatch(planned, ids, mask, lengths, np.concatenate(anchors), counts)
+    masks = [np.arange(len(sample)) >= len(prompt) for sample, prompt in zip(samples, prompts, strict=True)]
+    anchors = [sample_anchors(mask, seed=0, epoch=epoch, sample=row, limit=16) for row, mask in enumerate(masks)]
+    return host_batch(samples, masks=masks, anchors=anchors, epoch=epoch)
 
 
 def test_eight_samples_are_drafted_whole(tmp_path):

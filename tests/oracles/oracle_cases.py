@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from batches import host_batch
 from paceline.config.schema import TargetConfig
 from paceline.drafter.network import Drafter
 from paceline.drafter.spec import DrafterSpec
 from paceline.target_model.load import load_target
 from paceline.target_model.model import TargetModel
-from paceline.types import HostBatch, PlannedBatch
 
 VOCABULARY, HIDDEN, LAYERS, MASK = 96, 32, 6, 95
 TAPS = (1, 4)
@@ -33,19 +33,6 @@ KINDS: dict[str, dict[str, Any]] = {
 def load(folder: Path, dtype: str) -> TargetModel:
     """The tiny target in a type, with our taps."""
     return load_target(TargetConfig(path=str(folder), taps=list(TAPS)), TAPS, dtype=dtype)
-
-
-def one_batch(rows: list[list[int]]) -> HostBatch:
-    """Token rows as a host batch without anchors."""
-    lengths = np.array([len(row) for row in rows])
-    width = int(lengths.max())
-    ids = np.zeros((len(rows), width), np.int64)
-    for index, row in enumerate(rows):
-        ids[index, : len(row)] = row
-    total = int(lengths.sum())
-    planned = PlannedBatch(0, 0, 0, 0, 0, 0, np.arange(len(rows)), width, total, ids.size, 0)
-    none = np.zeros(0, np.int64)
-    return HostBatch(planned, ids, ids > 0, lengths, none, np.zeros(len(rows), np.int64))
 
 
 def make_spec(kind: str, **changes: Any) -> DrafterSpec:
@@ -81,7 +68,7 @@ def embed_blocks(spec: DrafterSpec, target: TargetModel, anchor_ids: torch.Tenso
 
 def fit(spec: DrafterSpec, target: TargetModel, rows: list[list[int]], steps: int) -> Drafter:
     """A drafter that learned these rows by heart: cross entropy on every block that fits, plain Adam."""
-    features = target.features(one_batch(rows)).features
+    features = target.features(host_batch(rows)).features
     network = Drafter(spec, seed=5)
     first = spec.first_draft_slot
     spans = [range(2, len(row) - spec.block_size) for row in rows]

@@ -15,7 +15,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from oracles.oracle_cases import KINDS, embed_blocks, load, make_spec, one_batch
+from batches import host_batch
+from oracles.oracle_cases import KINDS, embed_blocks, load, make_spec
 from paceline.drafter.network import Drafter
 from paceline.drafter.spec import DrafterSpec
 from paceline.export.formats import read_drafter
@@ -62,7 +63,7 @@ def place(ask, tmp_path_factory, target_folder, answers) -> Path:
         spec = _spec(kind, False)
         write_zlab(folders / f"zlab {kind}", spec, Drafter(spec, seed=11).state_dict(), facts, "bfloat16")
         write_speculators(folders / f"ours {kind}", spec, Drafter(spec, seed=11).state_dict(), facts, "bfloat16")
-    features = load(target_folder, "float32").features(one_batch(answers)).features
+    features = load(target_folder, "float32").features(host_batch(answers)).features
     save_file({"features": features}, folders / "inputs.safetensors")
     request = {
         "target": str(target_folder),
@@ -86,7 +87,7 @@ def test_training_forward_is_equal(place, target_folder, answers, name, case) ->
     anchor_ids = torch.tensor([row[anchor] for row, chosen in zip(answers, ANCHORS, strict=True) for anchor in chosen])
     with torch.no_grad():
         hidden = network.training_forward(
-            target.features(one_batch(answers)).features,
+            target.features(host_batch(answers)).features,
             [len(row) for row in answers],
             [anchor for chosen in ANCHORS for anchor in chosen],
             [len(chosen) for chosen in ANCHORS],

@@ -13,7 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from oracles.oracle_cases import ANSWER_TOKENS, KINDS, PROMPTS, embed_blocks, load, make_spec, one_batch
+from batches import host_batch
+from oracles.oracle_cases import ANSWER_TOKENS, KINDS, PROMPTS, embed_blocks, load, make_spec
 from paceline.decode.draft_session import DraftSession
 from paceline.drafter.network import Drafter
 from paceline.export.weights import SHARD_BYTES
@@ -48,7 +49,7 @@ def test_hidden_states_and_logits_are_equal(place, target_folder, answers, fitte
     target, spec, network = load(target_folder, "float32"), make_spec(kind), fitted[kind]
     for index, (row, context) in enumerate(zip(answers, CONTEXTS, strict=True)):
         features = theirs[f"{index}.features"]
-        ours = target.features(one_batch([row])).features[:context]
+        ours = target.features(host_batch([row])).features[:context]
         assert (ours - features).abs().max() <= 1e-5 * features.abs().max()
         session = DraftSession(network)
         session.extend(features)
@@ -61,7 +62,7 @@ def test_hidden_states_and_logits_are_equal(place, target_folder, answers, fitte
 def test_training_forward_gives_the_same(place, target_folder, answers, fitted, kind) -> None:
     theirs = load_file(place / f"{kind}.safetensors")
     target, spec = load(target_folder, "float32"), make_spec(kind)
-    features = target.features(one_batch(answers)).features
+    features = target.features(host_batch(answers)).features
     anchor_ids = torch.tensor([row[context] for row, context in zip(answers, CONTEXTS, strict=True)])
     with torch.no_grad():
         hidden = fitted[kind].training_forward(
@@ -75,7 +76,7 @@ def test_training_forward_gives_the_same(place, target_folder, answers, fitted, 
 def _expected_lengths(network: Drafter, kind: str, target: TargetModel, row: list[int], prompt: int) -> list[int]:
     """Tokens of each target pass when the output is `row`: drafts accepted plus one, the last pass cut at the end."""
     spec = make_spec(kind)
-    features = target.features(one_batch([row])).features
+    features = target.features(host_batch([row])).features
     session, lengths, start = DraftSession(network), [], prompt
     session.extend(features)
     while start + 1 < len(row):

@@ -14,11 +14,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 import simulated_stages as stages
+from batches import host_batch
 from paceline.config import FlowConfig
 from paceline.errors import Interrupted, StageError
 from paceline.pipeline.coordinator import Coordinator, Saves, Work
@@ -26,15 +26,12 @@ from paceline.pipeline.feature_pool import FeaturePool
 from paceline.pipeline.prefetch import Prefetcher
 from paceline.pipeline.process import WorkerProcess
 from paceline.pipeline.telemetry import RemoteObserver
-from paceline.types import HostBatch, PlannedBatch, PlannedStep, StepReport, StepTimes
+from paceline.types import HostBatch, PlannedStep, StepReport, StepTimes
 
 
 def host(index: int, window: int, replica: int = 0) -> HostBatch:
-    rows = np.array([10 * index, 10 * index + 1])
-    planned = PlannedBatch(index, 0, window, replica, 0, 0, rows, 4, 8, 8, 0)
-    ids = np.full((2, 4), index + 1)
-    empty = np.zeros(0, dtype=np.int64)
-    return HostBatch(planned, ids, ids > 0, np.array([4, 4]), empty, np.array([0, 0]))
+    rows = [10 * index, 10 * index + 1]
+    return host_batch([[index + 1] * 4] * 2, rows=rows, index=index, window=window, replica=replica)
 
 
 def steps_of(windows: int, accumulate: int, every: int = 1000) -> list[PlannedStep]:

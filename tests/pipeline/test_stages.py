@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from batches import host_batch
 from drafter_cases import make_learner, small_spec
 from fake_cuda import fake_cuda
 from paceline.config import TargetConfig
@@ -32,17 +33,14 @@ from paceline.pipeline.messages import (
     ValidationTask,
 )
 from paceline.target_model.stage import TargetStage
-from paceline.types import HostBatch, PlannedBatch, PlannedStep, SharedWeights
+from paceline.types import HostBatch, PlannedStep, SharedWeights
 
 TAPS, HIDDEN = [1, 3, 5], 128
 
 
 def host(lengths: list[int], rows: list[int]) -> HostBatch:
-    width, total = max(lengths), sum(lengths)
-    planned = PlannedBatch(3, 0, 0, 0, 0, 0, np.array(rows), width, total, width * len(rows), 96)
-    ids = np.random.default_rng(0).integers(5, 90, (len(rows), width))
-    none = np.zeros(0, dtype=np.int64)
-    return HostBatch(planned, ids, ids > 0, np.array(lengths), none, np.zeros(len(rows), dtype=np.int64))
+    documents = [np.random.default_rng(row).integers(5, 90, length) for row, length in zip(rows, lengths, strict=True)]
+    return host_batch(documents, rows=rows, index=3, draft_positions=96)
 
 
 def raising(error: BaseException) -> Callable[..., Any]:

@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 import torch
 
-from oracles.oracle_cases import fit, one_batch
+from batches import host_batch
+from oracles.oracle_cases import fit
 from paceline.config import TargetConfig
 from paceline.decode.chain import speculative_decode
 from paceline.decode.draft_session import DraftSession
@@ -232,7 +233,7 @@ def passes_along(
     longer = greedy_decode(target, prompt, max_new_tokens=len(answer) + block + 1).ids
     assert longer[: len(answer)] == answer
     row = [*prompt, *longer]
-    features = target.features(one_batch([row])).features
+    features = target.features(host_batch([row])).features
     found, anchor = [], len(prompt)
     for count in accepted:
         session = DraftSession(network)

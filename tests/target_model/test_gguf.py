@@ -18,7 +18,7 @@ from paceline.target_model.load import load_target
 from paceline.target_model.tap_guard import guard_first_batch
 from paceline.types import differing_parts
 from tiny_gguf import TEMPLATE, TOKENS, save_gguf
-from tiny_targets import embedding_and_head, host_batch
+from tiny_targets import embedding_and_head, target_batch
 
 DOCUMENTS = [[5, 9, 3, 44, 17, 8, 60, 23], [12, 30, 31, 90, 4]]
 
@@ -38,7 +38,7 @@ def states_alone(file, document, taps) -> torch.Tensor:
 
 def check_taps(file, taps) -> None:
     target = load_target(TargetConfig(path=str(file), dtype="float32"), taps)
-    batch = target.features(host_batch(DOCUMENTS))
+    batch = target.features(target_batch(DOCUMENTS))
     guard_first_batch(target, batch)
     expected = torch.cat([states_alone(file, document, taps) for document in DOCUMENTS])
     assert float((batch.features - expected).abs().max()) <= 1e-5 * max(1.0, float(expected.abs().max()))

@@ -12,9 +12,9 @@ from paceline.errors import TargetError
 from paceline.target_model.load import load_target
 from paceline.target_model.model import TargetModel
 from paceline.target_model.tap_guard import check_features, guard_first_batch
-from tiny_targets import host_batch
+from tiny_targets import target_batch
 
-HOST = host_batch([[5, 9, 3, 44, 17, 8, 60, 23, 11], [7, 4], [12, 30, 31, 90, 4]], width=12)
+HOST = target_batch([[5, 9, 3, 44, 17, 8, 60, 23, 11], [7, 4], [12, 30, 31, 90, 4]], width=12)
 
 
 @pytest.fixture

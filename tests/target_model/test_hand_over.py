@@ -15,11 +15,13 @@ from paceline.pipeline.messages import FeaturesReady, TargetTask
 from paceline.target_model.hand_over import HandOver, SentBatch, tasks_in_flight
 from paceline.target_model.stage import TargetStage
 from paceline.types import FeatureBatch
-from tiny_targets import host_batch
+from tiny_targets import target_batch
 
 TAPS, HIDDEN, TOKENS = [0, 2], 32, 40
 HOSTS = [
-    host_batch([[5 + (seed * 7 + row * 5 + n) % 90 for n in range(size)] for row, size in enumerate(sizes)], index=seed)
+    target_batch(
+        [[5 + (seed * 7 + row * 5 + n) % 90 for n in range(size)] for row, size in enumerate(sizes)], index=seed
+    )
     for seed, sizes in enumerate([(9, 4), (17, 2, 6), (3, 3), (12, 20)])
 ]
 
@@ -121,7 +123,7 @@ def test_features_that_are_not_finite_are_named_when_they_arrive(qwen3, monkeypa
 
 def sent(features: torch.Tensor) -> SentBatch:
     pool = FeaturePool(1, TOKENS, 12, torch.float32)
-    return HandOver(pool, "cpu").send(0, FeatureBatch(host_batch([range(1, 10), range(1, 14)]), features))
+    return HandOver(pool, "cpu").send(0, FeatureBatch(target_batch([range(1, 10), range(1, 14)]), features))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])

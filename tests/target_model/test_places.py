@@ -18,7 +18,7 @@ from paceline.target_model.preconditions import check_loadable, target_errors
 from paceline.target_model.shared_weights import shared_weights
 from paceline.target_model.tap_guard import guard_first_batch
 from paceline.target_model.teacher import Teacher
-from tiny_targets import embedding_and_head, host_batch, save_tiny
+from tiny_targets import embedding_and_head, save_tiny, target_batch
 
 DOCUMENTS = [[5, 9, 3, 44, 17, 8, 60, 23], [12, 30, 31, 90, 4]]
 TAPS = [0, 2]
@@ -35,7 +35,7 @@ def base(tmp_path_factory):
 def features(folder, **changes):
     """Features of the documents, guarded, and the target."""
     target = load_target(TargetConfig(path=str(folder), **{"dtype": "float32", **changes}), TAPS)
-    batch = target.features(host_batch(DOCUMENTS))
+    batch = target.features(target_batch(DOCUMENTS))
     guard_first_batch(target, batch)
     return batch.features, target
 
@@ -58,7 +58,7 @@ def test_weights_quantised_on_loading(base, quantization, kind, allowed):
     expected, _ = features(base)
     settings = TargetConfig(path=str(base), dtype="bfloat16", quantization=quantization)
     target = load_target(settings, TAPS)
-    found = target.features(host_batch(DOCUMENTS)).features
+    found = target.features(target_batch(DOCUMENTS)).features
     layer = target.structure.layers[1]
     assert {p.dtype for name, p in layer.named_parameters() if name.endswith("proj.weight")} == {kind}
     assert found.dtype == torch.bfloat16 and 0 < error_of(found, expected) < allowed
@@ -74,14 +74,14 @@ def test_weights_that_are_stored_quantised(base, tmp_path):
     settings = TargetConfig(path=str(base), dtype="bfloat16", quantization="4bit")
     made = load_target(settings, TAPS)
     made.model.save_pretrained(str(tmp_path))
-    expected = made.features(host_batch(DOCUMENTS)).features.float()
+    expected = made.features(target_batch(DOCUMENTS)).features.float()
     for quantization, kind in (("stored", torch.uint8), ("none", torch.bfloat16)):
         changes = {"path": str(tmp_path), "quantization": quantization}
         check_loadable(settings.model_copy(update=changes))
         target = load_target(settings.model_copy(update=changes), TAPS)
         layer = target.structure.layers[1]
         assert {p.dtype for name, p in layer.named_parameters() if name.endswith("proj.weight")} == {kind}
-        assert error_of(target.features(host_batch(DOCUMENTS)).features, expected) < 0.02
+        assert error_of(target.features(target_batch(DOCUMENTS)).features, expected) < 0.02
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from paceline.target_model.load import load_target
 from paceline.target_model.row_check import needs_mask
 from paceline.target_model.tap_guard import guard_first_batch
 from tiny_architectures import build, tiny_config
-from tiny_targets import host_batch
+from tiny_targets import target_batch
 
 DOCUMENTS = [[5, 9, 3, 44, 17, 8, 60, 23, 11, 7, 31], [12], [12, 30, 31, 90, 4, 5, 6, 7, 8, 9, 10, 11, 12]]
 
@@ -36,7 +36,7 @@ def test_packed_equals_padded(tmp_path, model_type, attention):
         load_target(TargetConfig(path=path, dtype="float32", rows=rows, attention=attention), [0, 2])
         for rows in ("packed", "padded")
     )
-    host = host_batch(DOCUMENTS)
+    host = target_batch(DOCUMENTS)
     found = packed.features(host, with_last=True)
     expected = padded.features(host, with_last=True)
     guard_first_batch(packed, found)
@@ -50,7 +50,7 @@ def test_packed_rows_run_no_padding(tmp_path):
     target = load_target(TargetConfig(path=saved(tmp_path, "qwen3"), dtype="float32", rows="packed"), [0])
     seen = []
     target.structure.embedding.register_forward_hook(lambda module, args, output: seen.append(output.shape[:2]))
-    target.features(host_batch(DOCUMENTS, width=40))
+    target.features(target_batch(DOCUMENTS, width=40))
     assert seen == [(1, 25)]
 
 
@@ -69,7 +69,7 @@ def test_chunks_cut_by_the_place_in_the_row_are_noticed(tmp_path, monkeypatch):
     more = {"attention_chunk_size": 16, "layer_types": ["chunked_attention"] * 4}
     settings = TargetConfig(path=saved(tmp_path, "llama4_text", **more), dtype="float32", rows="packed")
     target = load_target(settings, [0, 2])
-    guard_first_batch(target, target.features(host_batch(DOCUMENTS)))
+    guard_first_batch(target, target.features(target_batch(DOCUMENTS)))
     monkeypatch.setattr(masking_utils, "remap_positions_for_packed_sequence", lambda mask, positions: mask)
     with pytest.raises(TargetError, match=r"lets documents that share a row see one another"):
         load_target(settings, [0, 2])
@@ -86,7 +86,7 @@ def test_states_that_run_on_are_refused_in_16_bits_too(tmp_path, model_type):
 @pytest.mark.parametrize("model_type", ["qwen3", "qwen3_moe", "gemma3_text", "deepseek_v3"])
 def test_noise_of_16_bits_is_no_leak(tmp_path, model_type):
     target = load_target(TargetConfig(path=saved(tmp_path, model_type), dtype="bfloat16", rows="packed"), [0, 2])
-    found = guard_first_batch(target, target.features(host_batch(DOCUMENTS)))
+    found = guard_first_batch(target, target.features(target_batch(DOCUMENTS)))
     assert [entry.layer for entry in found] == [0, 2]
 
 
@@ -108,7 +108,7 @@ def test_a_late_leak_between_documents_stops_the_first_batch(tmp_path, monkeypat
     monkeypatch.setattr(module, "packed_arguments", late)
     few = [[3 + n % 90 for n in range(size)] for size in (3, 50, 30, 19, 9)]
     with pytest.raises(TargetError, match=r"tap guard: batch 3: layer 0: documents that share a row follow"):
-        guard_first_batch(target, target.features(host_batch(few)))
+        guard_first_batch(target, target.features(target_batch(few)))
 
 
 def waits_of_host(work) -> list[str]:
@@ -135,7 +135,7 @@ DENSE = ["qwen3", "llama", "mistral", "gemma2", "gemma3_text", "gpt2", "bloom", 
 def test_causal_attention_needs_no_mask(tmp_path, model_type, dtype):
     target = load_target(TargetConfig(path=saved(tmp_path, model_type), dtype=dtype), [0, 2])
     assert not target.masked
-    host = host_batch(DOCUMENTS, width=40)
+    host = target_batch(DOCUMENTS, width=40)
     found = target.features(host, with_last=True)
     expected = target.with_layout(masked=True, packed=False).features(host, with_last=True)
     for ours, theirs in ((found.features, expected.features), (found.last_hidden, expected.last_hidden)):
@@ -174,7 +174,7 @@ def test_a_slight_look_at_the_padding_keeps_the_mask(tmp_path):
 @pytest.mark.parametrize("model_type", ["qwen3", "llama", "mistral", "gemma2", "gemma3_text", "gpt2"])
 def test_the_host_waits_for_nothing_in_a_forward_without_mask(tmp_path, model_type):
     target = load_target(TargetConfig(path=saved(tmp_path, model_type), dtype="float32"), [0, 2])
-    host = host_batch(DOCUMENTS, width=40)
+    host = target_batch(DOCUMENTS, width=40)
     assert waits_of_host(lambda: target.features(host, with_last=True)) == []
     assert target.model(torch.tensor([[5, 9]])) is not None, "what was switched off works again"
 
@@ -185,7 +185,7 @@ def test_a_forward_on_a_card_stays_on_that_card(tmp_path, monkeypatch, model_typ
     """Fake tensors on a card that is not there: what mixes devices, or reads a value, raises."""
     target = load_target(TargetConfig(path=saved(tmp_path, model_type), dtype="float32"), [0, 2])
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
-    host = host_batch(DOCUMENTS, width=40)
+    host = target_batch(DOCUMENTS, width=40)
     with fake_card(target.model, "cuda:3"):
         batch = target.with_layout(masked=masked, packed=False).features(host, with_last=True)
         assert str(batch.features.device) == str(batch.last_hidden.device) == "cuda:3"

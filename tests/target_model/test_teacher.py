@@ -10,7 +10,7 @@ from paceline.errors import TargetError
 from paceline.target_model.load import load_target
 from paceline.target_model.shared_weights import shared_weights
 from paceline.target_model.teacher import Teacher
-from tiny_targets import host_batch, save_tiny
+from tiny_targets import save_tiny, target_batch
 
 DOCUMENT = [5, 9, 3, 44, 17, 8, 60, 23, 11, 70, 2]
 FAMILIES = [
@@ -32,7 +32,7 @@ def tiny(folder, family, changes):
 @pytest.mark.parametrize(("family", "changes"), FAMILIES)
 def test_logits_of_last_states_are_the_targets_own(tmp_path, family, changes):
     target = tiny(tmp_path, family, changes)
-    batch = target.features(host_batch([DOCUMENT]), with_last=True)
+    batch = target.features(target_batch([DOCUMENT]), with_last=True)
     with torch.no_grad():
         expected = target.model(input_ids=torch.tensor([DOCUMENT]), use_cache=False).logits[0]
     teacher = Teacher(shared_weights(target, with_teacher=True).teacher)
@@ -45,7 +45,7 @@ def test_logits_of_last_states_are_the_targets_own(tmp_path, family, changes):
 def test_states_after_the_final_norm_are_noticed(tmp_path, family, changes):
     """Norm weights of the tiny targets are not 1: there a second norm would change nothing."""
     target = tiny(tmp_path, family, changes)
-    last = target.features(host_batch([DOCUMENT]), with_last=True).last_hidden
+    last = target.features(target_batch([DOCUMENT]), with_last=True).last_hidden
     teacher = Teacher(shared_weights(target, with_teacher=True).teacher)
     norm = next(module for name, module in target.model.named_modules() if name.endswith(("model.norm", "ln_f")))
     twice = teacher(norm(last))
@@ -54,10 +54,10 @@ def test_states_after_the_final_norm_are_noticed(tmp_path, family, changes):
 
 def test_the_target_still_runs_after_handing_over(qwen3):
     target = load_target(TargetConfig(path=str(qwen3), dtype="float32"), [1, 3])
-    before = target.features(host_batch([DOCUMENT])).features
+    before = target.features(target_batch([DOCUMENT])).features
     teacher = Teacher(shared_weights(target, with_teacher=True).teacher)
     teacher(torch.randn(3, 32))
-    assert torch.equal(target.features(host_batch([DOCUMENT])).features, before)
+    assert torch.equal(target.features(target_batch([DOCUMENT])).features, before)
 
 
 def test_logits_that_need_more_than_the_last_states_are_refused(qwen3, monkeypatch):
