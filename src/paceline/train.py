@@ -65,7 +65,7 @@ def train(run: Run, *, notice: Callable[[str], None], console: Console | None = 
 
     Args:
         run: from `build_run`.
-        notice: told what the user should know at once.
+        notice: called with what the user should know at once.
         console: where progress is shown; standard error if unset.
 
     Raises:
@@ -118,7 +118,7 @@ def train(run: Run, *, notice: Callable[[str], None], console: Console | None = 
 def _observer(run: Run, console: Console | None) -> Observer:
     plan = run.plan.epoch(run.remaining[0].epoch)
     header = {**run_directory.read_run_facts(run.run_dir), "bucket_edges": plan.edges.tolist()}
-    if run.settings.plan.leftover != "carry":  # an epoch that hands samples on to the next has a size of its own
+    if run.settings.plan.leftover != "carry":  # an epoch that hands samples on to the next has its own size
         header["samples_per_epoch"] = plan.num_samples
     return open_observer(
         run.settings.observe,

@@ -114,7 +114,7 @@ class FeatureBatch:
 
 @dataclass(frozen=True, slots=True)
 class TeacherParts:
-    """All of a target that lies outside of its decoder layers and that its logits need.
+    """All of a target that is outside of its decoder layers and that its logits need.
 
     Attributes:
         built_from: class and configuration of the target's model, pickled: code that comes with the target can be

@@ -1,3 +1,3 @@
-"""The version of this package; a module of its own, so that every package can read it."""
+"""The version of this package; a separate module, so that every package can read it."""
 
 __version__ = "0.1.0"

@@ -229,7 +229,7 @@ def _edit(folder, change) -> None:
     ("change", "line"),
     [
         (lambda c: c.update(block_size=7), r"block_size is given as 7 and as 6; make them equal"),
-        (lambda c: c["dflash_config"].pop("target_layer_ids"), r"target_layer_ids stands neither .* never guessed"),
+        (lambda c: c["dflash_config"].pop("target_layer_ids"), r"target_layer_ids is neither .* never guessed"),
         (lambda c: c["dflash_config"].update(target_layer_ids=[1, 6]), r"taps \[6\]: outside the target's 6 layers"),
         (
             lambda c: c["dflash_config"].update(target_layer_ids="1,4"),
@@ -239,7 +239,7 @@ def _edit(folder, change) -> None:
             lambda c: c["dflash_config"].update(mask_token_id=97),
             r"mask_token_id = 97: outside the embedding of 97 rows",
         ),
-        (lambda c: c["dflash_config"].pop("mask_token_id"), r"mask_token_id stands neither"),
+        (lambda c: c["dflash_config"].pop("mask_token_id"), r"mask_token_id is neither"),
         (lambda c: c["dflash_config"].update(selector_rank=8), r"dflash_config has selector_rank"),
         (lambda c: c.update(input_embedding_scale=0), r"input_embedding_scale is 0; a number from 1e-06"),
         (lambda c: c.pop("num_target_layers"), r"num_target_layers is absent; a whole number"),

@@ -222,10 +222,10 @@ def test_training_goes_on_without_an_evaluator_that_was_killed(slow_run) -> None
     os.kill(evaluator_of(process, log, run_dir), signal.SIGKILL)
     assert process.wait(200) == 0, log.read_text()
     shown = log.read_text()
-    assert shown.count("the evaluator was killed by SIGKILL; training goes on without real decoding") == 1
+    assert shown.count("the evaluator was killed by SIGKILL; training continues without real decoding") == 1
     assert "Traceback" not in shown and checkpoints.newest_step(run_dir) == 20
     warnings = [entry["text"] for entry in events(run_dir, "warning")]
-    assert warnings.count("the evaluator was killed by SIGKILL; training goes on without real decoding") == 1
+    assert warnings.count("the evaluator was killed by SIGKILL; training continues without real decoding") == 1
 
 
 def test_the_end_waits_within_its_bound_and_leaves_no_process(slow_run) -> None:

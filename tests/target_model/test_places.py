@@ -169,7 +169,7 @@ def test_spread_over_devices(base, device_map):
     found, target = features(base, device_map=device_map)
     assert found.device == target.device == torch.device("cpu") and torch.equal(found, expected)
     if isinstance(device_map, dict) and device_map.get("lm_head") == "disk":
-        with pytest.raises(TargetError, match=r"its head lies on the disk"):
+        with pytest.raises(TargetError, match=r"its head is on the disk"):
             _ = target.head
 
 
@@ -190,7 +190,7 @@ def test_a_worker_over_several_devices_is_one_name(base, monkeypatch):
 
 
 def test_an_embedding_on_the_disk_is_refused(base):
-    with pytest.raises(TargetError, match=r"its embedding lies on the disk; give it a device"):
+    with pytest.raises(TargetError, match=r"its embedding is on the disk; give it a device"):
         features(base, device_map={**ON_CPU, "model.embed_tokens": "disk"})
 
 
@@ -199,7 +199,7 @@ def test_devices_that_are_not_here_are_refused(base):
         with pytest.raises(TargetError, match=r"not a device of paceline|no CUDA device") as error:
             check_loadable(TargetConfig(path=str(base), device_map=wrong))
         assert len(error.value.errors) == 1
-    with pytest.raises(TargetError, match=r"model.norm lies inside model, which has a device of its own"):
+    with pytest.raises(TargetError, match=r"model.norm is inside model, which has a device of its own"):
         check_loadable(TargetConfig(path=str(base), device_map={"model": "cpu", "model.norm": "disk"}))
     assert "list one" in target_errors(TargetConfig(path="x", device_map="auto"), num_workers=2)[0]
 

@@ -50,7 +50,7 @@ def command_of(bench: Bench, name: str, **flags: Any) -> list[str]:
 
 
 def run(bench: Bench, name: str, **flags: Any) -> Path:
-    """Trains in a process of its own; gives the run directory.
+    """Trains in a separate process; gives the run directory.
 
     Raises:
         StageError: it failed; the end of what it said.
@@ -137,7 +137,7 @@ def decoding(bench: Bench) -> CheckResult:
 def gauges(bench: Bench) -> CheckResult:
     """Every worker reports the memory of its own card."""
     if not bench.is_cuda:
-        return skipped("gauges", "only a card has memory of its own")
+        return skipped("gauges", "only a card has its own memory")
     found: dict[str, float] = {}
     for values in values_of(run(bench, "pipeline", **{"flow.mode": "pipeline"})):
         found |= {name: value for name, value in values.items() if name.endswith("_gpu_bytes")}

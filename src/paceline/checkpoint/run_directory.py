@@ -36,7 +36,7 @@ FREE_KEYS = (
 """Further keys that may: where things lie (fingerprints say whether they are the same), and how it is computed."""
 
 OF_SETTINGS = ("drafter", "total_steps", "init")
-"""Facts that follow from settings: where those have changed, they are no errors of their own."""
+"""Facts that follow from settings: where those have changed, they are not separate errors."""
 
 
 def is_run_directory(path: Path) -> bool:

@@ -155,7 +155,7 @@ def _serve(words: list[str], arguments: Arguments) -> int:
         if probe.connect_ex((arguments.host, arguments.port)) == 0:
             raise ConfigError(f"--port {arguments.port}: a program listens there already; give another port")
     command.stderr.print(shlex.join(words), markup=False)
-    # In a group of its own, so that Ctrl-C reaches it through this command only.
+    # In its own group, so that Ctrl-C reaches it through this command only.
     server = subprocess.Popen(words, stdout=STDERR, start_new_session=True)
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:

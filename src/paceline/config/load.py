@@ -70,7 +70,7 @@ def validate_settings(document: Any, origins: Mapping[KeyPath, str], source: str
     Args:
         document: nested mapping as YAML gives it.
         origins: place (``file:line`` or ``--flag``) by path, for the errors.
-        source: name of the whole document, for values without a place of their own.
+        source: name of the whole document, for values without their own place.
 
     Raises:
         ConfigError: one line per error.

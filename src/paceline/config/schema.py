@@ -298,7 +298,7 @@ class EvaluateConfig(Section):
     every_steps: int = Field(default=200, ge=1)
     """Optimizer steps between measurements on held-out samples during training; the last step always measures."""
     device: str | None = None
-    """Device, for example cuda:7 or cpu, on which a process of its own decodes `num_prompts` held-out prompts with each
+    """Device, for example cuda:7 or cpu, on which a separate process decodes `num_prompts` held-out prompts with each
     checkpoint while training continues. Unset: none."""
     wait_s: float = Field(default=600.0, ge=0)
     """Longest wait at the end of training for the decoding of the last checkpoint."""
@@ -399,7 +399,7 @@ class Settings(Section):
     evaluate: EvaluateConfig = EvaluateConfig()
     """Evaluation."""
     observe: ObserveConfig = ObserveConfig()
-    """Metrics and who hears them."""
+    """Metrics and where they go."""
 
     @property
     def decode_dtype(self) -> str:

@@ -104,7 +104,7 @@ class StoreUse:
         block_size: slots of a block.
         epochs: passes over the data.
         anchors: what the cap leaves.
-        passes: rows times epochs against published recipes, in words.
+        passes: rows times epochs against published recipes, as text.
     """
 
     num_anchors: int

@@ -6,7 +6,7 @@ nothing else is. The prompt's tokens are those of the prompt read alone, as a se
 the whole text would reach across the border.
 
 Several turns share one sample where each one's prompt and answer are, token for token, a prefix of the sample.
-Where the template rewrites earlier turns (thinking taken out of the history), they get a sample of their own.
+Where the template rewrites earlier turns (thinking taken out of the history), they get a separate sample.
 """
 
 from __future__ import annotations

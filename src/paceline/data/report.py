@@ -41,7 +41,7 @@ REASONS = {
 NOTES = {
     "cut": "cut at data.max_length",
     "turns": "the turns beyond data.max_length are left out",
-    "history_rewritten": "earlier turns are served otherwise later on: a sample of its own for each that changes",
+    "history_rewritten": "earlier turns are served otherwise later on: a separate sample for each that changes",
     "only_last_supervised": "earlier turns are served otherwise later on: only what fits the last sample is supervised",
     "text_alone": "thoughts or calls that the template does not write are left out: the text alone is supervised",
     "empty_thought": "the template wrote empty think tags that no generation prompt has; they are not supervised",

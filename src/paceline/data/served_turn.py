@@ -163,7 +163,7 @@ class TurnFinder:
         raise RowRejected(
             "not_continued",
             f"turn {place}: once the answer follows, the chat template renders what comes before it otherwise, and the "
-            "answer cannot be found in it; give such turns as rows of their own, or with weight 0",
+            "answer cannot be found in it; give such turns as separate rows, or with weight 0",
         )
 
     def _closed(self, place: int, text: str) -> tuple[str, int, tuple[str, ...]]:

@@ -28,7 +28,7 @@ class TokenChooser(Protocol):
 
 
 class Greedy:
-    """The most probable token everywhere; a draft stands while it is the target's own choice."""
+    """The most probable token everywhere; a draft is kept while it is the target's own choice."""
 
     def token(self, logits: Tensor) -> int:
         """The first of the largest logits [V]."""
@@ -48,7 +48,7 @@ class Greedy:
 class Sampled:
     """Sampling at a temperature. Output tokens have the target's distribution, whatever the drafter proposes.
 
-    A draft x stands with probability min(1, p(x) / q(x)); the first that falls is replaced by a draw from
+    A draft x is kept with probability min(1, p(x) / q(x)); the first that falls is replaced by a draw from
     max(0, p - q), normalised [Leviathan et al. 2023, arXiv 2211.17192, theorem 1].
 
     Args:

@@ -1,4 +1,4 @@
-"""Decoding with a draft tree: all nodes verified by one target forward, the longest branch that stands is kept.
+"""Decoding with a draft tree: all nodes verified by one target forward, the longest branch that it confirms is kept.
 
 A node sees the context and its ancestors, in layers with a window as far as that reaches from its own position: the
 anchor's plus its depth. Afterwards the cache keeps the branch's keys and values only. Greedy, or each token drawn from

@@ -1,4 +1,4 @@
-"""What drafter ranks do together: add gradients on the devices and counters on the hosts, compare, start alike.
+"""What drafter ranks do together: add gradients on the devices and counters on the hosts, compare, start equal.
 
 Only tensors and MessagePack cross the network, never pickles: what a rank receives cannot run code.
 """

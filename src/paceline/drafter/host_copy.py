@@ -82,7 +82,7 @@ class _Places:
     def __call__(self, like: Tensor) -> Tensor:
         begin = self._used
         self._used += _rounded(like.nbytes)
-        # By way of numpy each tensor has a storage of its own; torch.save writes whole storages.
+        # By way of numpy each tensor has its own storage; torch.save writes whole storages.
         part = torch.from_numpy(self._memory[begin : begin + like.nbytes])
         return part.view(like.dtype).view(like.shape)
 

@@ -144,7 +144,7 @@ def head_bytes(shape: TrainingShape, positions: int) -> int:
     if shape.objective.needs_teacher:
         return 6 * rows_at_once(chunk, spec.vocab_size) * spec.vocab_size * FLOAT32
     tile = min(VOCABULARY_TILE["cuda" if shape.on_card else "cpu"], spec.vocab_size)
-    # Beside the tile, the rows whose label lies in it are copied.
+    # Beside the tile, the rows whose label is in it are copied.
     logits = tile * (width + FLOAT32 * (width != FLOAT32)) + tile * tile * FLOAT32 // spec.vocab_size
     return chunk * (logits + spec.hidden_size * (FLOAT32 + 2 * width))
 

@@ -22,7 +22,7 @@ class Schedule:
         shape: constant (stays at `start`), linear, cosine (half a period), or wsd (stays, then falls linearly over the
             last fifth).
         start, end: values at `first_step` + `warmup` and at `last_step`; up or down.
-        first_step, last_step: 0-based steps; before and after them the value stands still.
+        first_step, last_step: 0-based steps; before and after them the value stays.
         warmup: steps of the rise; step `first_step` already has a share of 1 / (warmup + 1).
     """
 

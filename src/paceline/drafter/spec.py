@@ -199,7 +199,7 @@ def _mask_errors(mask: int | None, facts: TargetFacts) -> list[str]:
     if taken:
         return [
             f"drafter.mask_token_id = {mask}: is the target's {' and '.join(dict.fromkeys(taken))} token, which means "
-            "something else to it; give an id of its own"
+            "something else to it; give it its own id"
         ]
     if not 0 <= mask < facts.vocab_size:
         return [

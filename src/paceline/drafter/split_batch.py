@@ -24,7 +24,7 @@ class BatchPart:
 
 
 def split_batch(host: HostBatch, block_size: int, limit: int | None) -> Iterator[BatchPart]:
-    """Parts of whole samples with at most `limit` draft positions each (a larger sample stands alone).
+    """Parts of whole samples with at most `limit` draft positions each (a larger sample is a part alone).
 
     Losses and gradients of the parts add up to those of the batch: every normaliser is of one sample or of the window.
     """

@@ -44,7 +44,7 @@ class DrafterStage(Stage):
     """Trains the drafter on one device. The first message is `BuildDrafter`.
 
     Args:
-        build: makes the learner on weights of the target, with the state of a checkpoint where the run goes on.
+        build: makes the learner on weights of the target, with the state of a checkpoint where the run continues.
         pool: buffers that features are read from.
         writer: writes checkpoints; None for a rank that does not.
         profile: steps that are profiled.

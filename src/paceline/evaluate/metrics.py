@@ -23,9 +23,9 @@ class SlotRate:
     Attributes:
         slot: 1 = first draft.
         reached: blocks whose earlier drafts all stand and that drafted this far.
-        accepted: of these, blocks in which this draft stands.
+        accepted: of these, blocks in which this draft is kept.
         conditional: accepted / reached; None where nothing was reached.
-        cumulative: blocks in which this draft stands / all blocks.
+        cumulative: blocks in which this draft is kept / all blocks.
     """
 
     slot: int

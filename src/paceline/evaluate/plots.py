@@ -96,7 +96,7 @@ def _draw_slots(axis: Axes, reports: Mapping[str, EvaluationReport]) -> None:
     axis.set_ylim(0, 103)
     _whole_numbers(axis, max(len(report.slots) for report in reports.values()), first=1)
     axis.set_xlabel("draft slot", fontsize=9)
-    axis.set_ylabel("stands, given those before, %", fontsize=9)
+    axis.set_ylabel("kept, given those before, %", fontsize=9)
     _tidy(axis, "Acceptance by slot", "both")
 
 
@@ -130,7 +130,7 @@ def _draw_groups(axis: Axes, groups: Mapping[str, Mapping[str, GroupTau]], names
     axis.margins(x=0.12)
     axis.set_xlim(left=0)
     axis.axvline(1.0, color=INK, linewidth=0.8, linestyle=(0, (2, 3)))
-    axis.set_xlabel("tokens per target pass (dotted: no draft stands)", fontsize=9)
+    axis.set_xlabel("tokens per target pass (dotted: no draft kept)", fontsize=9)
     if not names:
         axis.text(0.5, 0.5, "nothing to tell apart", transform=axis.transAxes, ha="center", color=INK)
     _tidy(axis, title, "x")

@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 VLLM, SGLANG = "vLLM", "SGLang"
 GENERATED = {VLLM: "vllm:generation_tokens_total", SGLANG: "sglang:generation_tokens_total"}
-"""The counter that tells which engine it is."""
+"""The counter that shows which engine it is."""
 PASSES = {VLLM: "vllm:spec_decode_num_drafts_total", SGLANG: "sglang:spec_verify_calls_total"}
 DRAFTED, ACCEPTED = "vllm:spec_decode_num_draft_tokens_total", "vllm:spec_decode_num_accepted_tokens_total"
 BY_SLOT, SLOT = "vllm:spec_decode_num_accepted_tokens_per_pos_total", "position"

@@ -102,7 +102,7 @@ def render_card(
 
     Args:
         spec: the drafter.
-        target: as engines are told of it.
+        target: as engines name it.
         facts: of the target.
         origin: of the drafter.
         format: ``zlab`` or ``speculators``.
@@ -140,7 +140,7 @@ def _template() -> Template:
 
 
 def _front(target: ServedTarget) -> str:
-    """Metadata that the hub reads: the base model where the hub knows it, its license where its folder tells."""
+    """Metadata that the hub reads: the base model where the hub knows it, its license where its folder says."""
     data = ModelCardData(
         library_name="transformers",
         pipeline_tag="text-generation",

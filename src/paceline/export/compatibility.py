@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def build_spec(where: str, fields: Mapping[str, Any]) -> DrafterSpec:
-    """The spec of these fields, its errors told with the place where they stand.
+    """The spec of these fields, its errors with their place.
 
     Raises:
         ExportError: one line for each error: mask id outside the embedding, taps outside the target, a window without a
@@ -34,8 +34,7 @@ def check_mask(where: str, spec: DrafterSpec) -> None:
     special = {"bos": (spec.bos_token_id,), "eos": spec.eos_token_ids, "pad": (spec.pad_token_id,)}
     if taken := [name for name, ids in special.items() if spec.mask_token_id in ids]:
         raise ExportError(
-            f"{where}: mask_token_id {spec.mask_token_id} is the target's {' and '.join(taken)} token; "
-            "use an id of its own"
+            f"{where}: mask_token_id {spec.mask_token_id} is the target's {' and '.join(taken)} token; use its own id"
         )
 
 

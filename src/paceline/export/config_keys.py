@@ -189,7 +189,7 @@ def _shown(config: Mapping[str, Any], key: str) -> str:
 
 
 def agreed(where: str, key: str, *values: Any) -> Any:
-    """The one value of a key that may stand in several places; None when it stands in none.
+    """The one value of a key that may be in several places; None when it is in none.
 
     Raises:
         ExportError: two places disagree. Engines differ in which one they read, so neither is chosen.

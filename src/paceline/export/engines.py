@@ -36,12 +36,12 @@ MERGED = "MERGED_TARGET"
 HUB_NAME = re.compile(r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*$")
 """A target that the hub knows, if no folder has that name."""
 HUB_CACHE = re.compile(r"models--([^/]+)--([^/]+)/snapshots/")
-"""A folder of the hub's local cache, which tells the name."""
+"""A folder of the hub's local cache, which shows the name."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServedTarget:
-    """The target as engines are told of it.
+    """The target as engines name it.
 
     Attributes:
         path: folder, file or hub name, as this machine finds it.

@@ -28,7 +28,7 @@ FOLDER, TENSORS, NOTE = "golden", "golden.safetensors", "golden.json"
 MAX_CONTEXT = 128
 """Context tokens are enough to pass a window of this size; wider windows are compared as numbers only."""
 STAND_IN_ROWS = 64
-"""Rows of the random head that stands in where the target's is not at hand."""
+"""Rows of the random head that is used where the target's is not at hand."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class GoldenInputs:
     """What a drafter is given.
 
     Attributes:
-        features: tap outputs of the context, float32 [S, N·D]; token t stands at position t, the anchor at S.
+        features: tap outputs of the context, float32 [S, N·D]; token t is at position t, the anchor at S.
         block_embeddings: embedded slots, float32 [K, D].
         head: rows of the output head, float32 [V, D] or fewer.
         ids: context ids, then the anchor's, int64 [S + 1]; None for stand-ins.

@@ -120,7 +120,7 @@ def spec_from_speculators(where: str, config: Mapping[str, Any]) -> DrafterSpec:
     if integer(where, config, "draft_vocab_size") != fields["vocab_size"]:
         raise ExportError(
             f"{where}: draft_vocab_size {config['draft_vocab_size']} differs from vocab_size {fields['vocab_size']}; "
-            "a reduced vocabulary with a head of its own is not supported"
+            "a reduced vocabulary with its own head is not supported"
         )
     hidden = agreed(where, "target_hidden_size", config.get("target_hidden_size"), fields["hidden_size"])
     taps = [tap - 1 for tap in layer_ids(where, config, "aux_hidden_state_layer_ids")]

@@ -117,9 +117,7 @@ def spec_from_zlab(where: str, config: Mapping[str, Any]) -> DrafterSpec:
     both = {key: agreed(where, key, config.get(key), inner.get(key)) for key in needed}
     for key, value in both.items():
         if value is None:
-            raise ExportError(
-                f"{where}: {key} stands neither at the top level nor in dflash_config; it is never guessed"
-            )
+            raise ExportError(f"{where}: {key} is neither at the top level nor in dflash_config; it is never guessed")
     fields = shape_fields(where, config)
     causal = agreed(where, "is_causal", config.get("is_causal"), inner.get("causal"))
     flag(where, {"is_causal": causal}, "is_causal", False)

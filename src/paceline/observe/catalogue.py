@@ -155,7 +155,7 @@ CATALOGUE: tuple[Metric, ...] = (
     Metric("worker/{worker}/busy", "1", "share of its time that it worked", _WORKER, "ratio"),
     Metric("worker/{worker}/memory_bytes", "B", "most memory of the process so far", _WORKER, "max"),
     Metric("worker/{worker}/gpu_memory_bytes", "B", "most memory of its device so far", _WORKER, "max"),
-    Metric("worker/{worker}/power_w", "W", "power of its device, where the machine tells it", _WORKER, "last"),
+    Metric("worker/{worker}/power_w", "W", "power of its device, where the machine reports it", _WORKER, "last"),
     Metric("worker/{worker}/temperature_c", "°C", "temperature of its device", _WORKER, "last"),
     Metric("worker/{worker}/clock_mhz", "MHz", "clock of its device", _WORKER, "last"),
     # Progress.

@@ -39,7 +39,7 @@ class FeaturePool:
         dtype: type of the features.
         last_columns: further values per token (hidden size) where an objective needs the target's last states.
         transport: how features cross; the last states always cross as they are.
-        taps: of `columns`, which have scales of their own in fp8.
+        taps: of `columns`, which have their own scales in fp8.
 
     Raises:
         StageError: the machine's shared memory is too small, with what is needed and what to lower.

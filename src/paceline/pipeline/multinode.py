@@ -255,8 +255,8 @@ class Nodes:
         """Compare facts with machine 0's; all must be equal.
 
         Args:
-            facts: by name, in words that a user knows.
-            said: plain value that machine 0 tells the others on this occasion.
+            facts: by name, as a user knows them.
+            said: plain value that machine 0 sends to the others.
 
         Returns:
             What machine 0 said.

@@ -1,4 +1,4 @@
-"""Worker processes: a stage in a process of its own, joined to the coordinator by one pipe.
+"""Worker processes: a stage in its own process, joined to the coordinator by one pipe.
 
 The child reads its pipe on a thread, so that the coordinator's sends never wait for work in progress, and ends itself
 when the pipe closes (the parent is gone). Children ignore Ctrl-C and SIGTERM, which schedulers send to whole process

@@ -22,7 +22,7 @@ def clear_profile(steps: Sequence[int] | None, path: Path, first_step: int) -> N
     Args:
         steps: [first, last] optimizer step to profile, if any.
         path: the file.
-        first_step: step that the run goes on from.
+        first_step: step that the run continues from.
     """
     if steps is None or first_step < steps[1]:
         path.unlink(missing_ok=True)

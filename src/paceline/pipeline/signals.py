@@ -11,7 +11,7 @@ from typing import Any
 class GracefulStop:
     """Ctrl-C and SIGTERM: the first asks for a stop after the open window, the second interrupts at once.
 
-    Used as a context manager around the loop; calling it tells whether a stop was asked for. `training` is set by the
+    Used as a context manager around the loop; calling it says whether a stop was asked for. `training` is set by the
     loop with its first step.
     """
 

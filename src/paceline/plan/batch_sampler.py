@@ -91,7 +91,7 @@ class PlanBatchSampler:
         self.epoch = epoch
 
     def __len__(self) -> int:
-        """Batches of this rank in the whole current epoch, wherever iteration stands."""
+        """Batches of this rank in the whole current epoch, wherever iteration is."""
         return -(-self.plan.num_batches // self.num_replicas)
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -108,7 +108,7 @@ class PlanBatchSampler:
                 yield _split(batches, self.num_replicas)[self.rank].tolist()
 
     def state_dict(self, consumed: int | None = None) -> dict[str, Any]:
-        """Where iteration stands.
+        """Where iteration is.
 
         Args:
             consumed: batches trained since this pass over the epoch began, which after `load_state_dict` is in the

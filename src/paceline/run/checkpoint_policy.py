@@ -52,7 +52,7 @@ class CheckpointPolicy:
 
     Args:
         run: which run.
-        metrics: told of every checkpoint before it is written, so that no checkpoint is ahead of the metrics on disk.
+        metrics: gets every checkpoint before it is written, so that no checkpoint is ahead of the metrics on disk.
         clock: seconds, ascending.
     """
 

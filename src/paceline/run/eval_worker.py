@@ -1,4 +1,4 @@
-"""Real decoding while training goes on: a process of its own on the evaluator device measures checkpoints as they come.
+"""Real decoding while training goes on: a separate process on the evaluator device measures checkpoints as they come.
 
 It reads the newest checkpoint's weights from the disk and decodes the held-out prompts with them. Checkpoints that come
 while it is busy are passed over for the newest. Training never waits for it but at its end, within a bound, and goes on
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from paceline.run.run import Run
 
 NICENESS = 10
-"""On a shared CPU the evaluator stands back behind the stages of training."""
+"""On a shared CPU the evaluator has a lower priority than the stages of training."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,7 @@ class EvalWorker:
 
     Args:
         run: which run.
-        observer: hears what was measured.
+        observer: gets what was measured.
         stop_requested: whether the user wants to stop; then nothing is waited for.
     """
 
@@ -227,7 +227,7 @@ class EvalWorker:
 
     def _lose(self, how: str) -> None:
         self.close()
-        self._observer.warn(f"the evaluator {how}; training goes on without real decoding")
+        self._observer.warn(f"the evaluator {how}; training continues without real decoding")
 
 
 def decode_values(found: EvalResult) -> dict[str, float]:

@@ -17,7 +17,7 @@ from paceline.target_model.layer_costs import layer_costs
 from paceline.types import BucketTotals, Ratio, StepReport, StepTimes, TagTotals
 
 MAX_TAGS = 32
-"""Tags that are told apart; rarer ones are put together as ``other`` (``other_`` where a tag has that name)."""
+"""Tags that are kept apart; rarer ones are put together as ``other`` (``other_`` where a tag has that name)."""
 
 NOTHING = BucketTotals(Ratio(0.0, 0.0), 0, 0, 0, 0, 0)
 """What a bucket that has no micro-batch in a step contributes: logged as 0, so that starvation shows."""
@@ -103,7 +103,7 @@ def tag_table(names: Sequence[Sequence[str]]) -> tuple[list[str], np.ndarray, np
 
     Returns:
         T tags as metric names hold them (a source is ``source:FILE``), a code for every row, int32 [num_rows], and
-        which tags a code stands for, float64 [codes, T].
+        which tags a code means, float64 [codes, T].
     """
     kinds: dict[tuple[str, ...], int] = {}
     codes = np.array([kinds.setdefault(tuple(row), len(kinds)) for row in names], dtype=np.int32)

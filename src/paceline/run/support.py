@@ -77,7 +77,7 @@ def _device_list_errors(settings: Settings, node: NodeInfo) -> Iterator[str]:
         )
     for key, devices in (("flow.drafter_devices", drafters), ("flow.target_devices", targets)):
         for device in _cards_listed_twice(devices):
-            yield f"{key}: {device} is listed twice; each worker needs a GPU of its own: list every GPU once"
+            yield f"{key}: {device} is listed twice; each worker needs its own GPU: list every GPU once"
     both = [device for device in dict.fromkeys(targets) if device in drafters and device.startswith("cuda")]
     if flow.mode == "pipeline" and both and not flow.share_devices:
         yield (

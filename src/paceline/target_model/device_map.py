@@ -17,7 +17,7 @@ Map = str | list[str] | dict[str, str] | None
 
 
 def placement_options(device_map: Map, device: str | torch.device, *, quantised: bool) -> dict[str, Any]:
-    """What transformers is told about devices.
+    """What transformers gets about devices.
 
     Args:
         device_map: see `TargetConfig`.
@@ -42,8 +42,8 @@ def placement_options(device_map: Map, device: str | torch.device, *, quantised:
         inside = [(inner, outer) for inner in device_map for outer in device_map if _lies_in(inner, outer)]
         if inside:
             raise TargetError(
-                f"target.device_map: {inside[0][0]} lies inside {inside[0][1] or 'the model'}, which has a device of "
-                "its own; name the parts so that each lies in one of them"
+                f"target.device_map: {inside[0][0]} is inside {inside[0][1] or 'the model'}, which has a device of "
+                "its own; name the parts so that each is in one of them"
             )
         return {"device_map": dict(device_map)}
     if device_map == "auto":
@@ -75,12 +75,12 @@ def home_of(embedding: Any, path: str) -> torch.device:
     """Device of a target's embedding, where ids go in and features come out.
 
     Raises:
-        TargetError: it lies on the disk; one line.
+        TargetError: it is on the disk; one line.
     """
     device: torch.device = embedding.weight.device
     if device.type == "meta":
         raise TargetError(
-            f"target.path = {path}: its embedding lies on the disk; give it a device in target.device_map, for "
+            f"target.path = {path}: its embedding is on the disk; give it a device in target.device_map, for "
             "example the first"
         )
     return device

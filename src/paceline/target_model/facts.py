@@ -132,7 +132,7 @@ def read_config(path: str, trust_remote_code: bool = False) -> Any:
     raw = _raw_config(folder)
     if raw.get("auto_map") and not trust_remote_code and not _known_type(raw.get("model_type")):
         raise TargetError(
-            f"target.path = {path}: model_type {raw.get('model_type')!r} comes with code of its own; read that code, "
+            f"target.path = {path}: model_type {raw.get('model_type')!r} comes with its own code; read that code, "
             "then set target.trust_remote_code to true"
         )
     from transformers import AutoConfig
@@ -217,7 +217,7 @@ def _raw_config(folder: Path) -> dict[str, Any]:
 def _whole(config: Any, *names: str) -> int | None:
     """The first whole number among attributes; lists (one entry a layer) give their largest.
 
-    transformers' `attribute_map` answers to the usual names where a family has names of its own.
+    transformers' `attribute_map` answers to the usual names where a family has its own names.
     """
     for name in names:
         value = _attribute(config, name)

@@ -53,7 +53,7 @@ def load_target(
     Args:
         settings: the target's settings.
         taps: layer ids to tap, in feature order.
-        device: where its embedding lies and its features come out, unless ``device_map`` says otherwise; several,
+        device: where its embedding is and its features come out, unless ``device_map`` says otherwise; several,
             joined by ``+``, for a target that is spread over them.
         dtype: type of weights and features; the settings' type where None.
 
@@ -81,7 +81,7 @@ def load_model(
 
     Args:
         settings: the target's settings.
-        device: where it lies, unless ``device_map`` says otherwise; several, joined by ``+``, to spread it over them.
+        device: where it is, unless ``device_map`` says otherwise; several, joined by ``+``, to spread it over them.
         dtype: type of its plain weights; the settings' type where None.
         config: of fewer layers than the folder's, whose other tensors are left out; the folder's own where None.
 

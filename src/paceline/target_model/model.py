@@ -300,7 +300,7 @@ def _head_weight(structure: Structure, path: str) -> Tensor:
     if head is None or not isinstance(weight, Tensor) or weight.dim() != 2:
         raise TargetError(f"target.path = {path}: it has no linear language model head that a drafter could share")
     if weight.is_meta:
-        raise TargetError(f"target.path = {path}: its head lies on the disk; give it a device in target.device_map")
+        raise TargetError(f"target.path = {path}: its head is on the disk; give it a device in target.device_map")
     bias = getattr(head, "bias", None)
     if isinstance(bias, Tensor) and (bias.is_meta or bool((bias != 0).any())):
         raise TargetError(

@@ -31,7 +31,7 @@ def quantised(config: Any, quantization: str) -> bool:
 
 
 def quantization_options(path: str, config: Any, quantization: str, dtype: torch.dtype) -> dict[str, Any]:
-    """What transformers is told about quantization; `config` is changed where stored weights are to be widened.
+    """What transformers gets about quantization; `config` is changed where stored weights are to be widened.
 
     Args:
         path: of the target, for errors.

@@ -40,7 +40,7 @@ class TargetStage(Stage):
     """Runs the frozen target on one device, under the tap guard.
 
     All features are checked to be finite. The first batch is guarded by running pieces of it again, then every
-    `GUARD_EVERY`-th is checked as it stands.
+    `GUARD_EVERY`-th is checked as it is.
 
     Args:
         settings: the target.

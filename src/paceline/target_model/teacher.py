@@ -1,4 +1,4 @@
-"""The target's own distributions from its last hidden states: final norm, head and whatever lies between, nothing else.
+"""The target's own distributions from its last hidden states: final norm, head and what is between them, nothing else.
 
 The target's own code runs, its decoder layers replaced by ones that put out the given states. So a norm that scales by
 1 + w, capped or scaled logits and other habits of a family are the family's own.

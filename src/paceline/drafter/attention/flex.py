@@ -62,7 +62,7 @@ def flex_attention_over_blocks(
 def padded_size(count: int) -> int:
     """The next of few sizes: multiples of a tile, in steps of an eighth of the power of two below; two tiles at least.
 
-    A size of one tile would be a graph of its own: torch never makes a size of 1 dynamic.
+    A size of one tile would be a separate graph: torch never makes a size of 1 dynamic.
     """
     tiles = max(2, -(-count // TILE))
     step = max(1, 2 ** (tiles.bit_length() - 1) // 8)

@@ -63,7 +63,7 @@ class Layout:
             )
         documents = np.repeat(np.arange(len(lengths)), counts)
         if len(anchors) and ((anchors < 0) | (anchors > lengths[documents])).any():
-            raise DrafterError("an anchor lies outside its document; allowed: 0 to the document's length")
+            raise DrafterError("an anchor is outside its document; allowed: 0 to the document's length")
         if ((np.diff(anchors) <= 0) & (np.diff(documents) == 0)).any():
             raise DrafterError("anchors must be ascending within a document; sort them")
         starts = np.cumsum(lengths) - lengths

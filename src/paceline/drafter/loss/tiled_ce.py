@@ -69,7 +69,7 @@ def _chunk(
     """(cross entropy, correct, gradient by hidden or None) of a few slots."""
     count, kind, device = hidden.shape[0], accumulation_dtype(hidden.dtype), hidden.device
     tile = VOCABULARY_TILE.get(device.type, 32768)
-    # Slots by label: those whose label lies in a tile are a run, known on the host.
+    # Slots by label: those whose label is in a tile are a run, known on the host.
     order = np.argsort(labels, kind="stable")
     edges = np.searchsorted(labels[order], np.arange(0, head.shape[0] + tile, tile))
     slots, sorted_labels = to_device(order, device), to_device(labels[order], device)

@@ -210,7 +210,7 @@ def loss_jitter(run: History) -> list[Finding]:
 
 
 def one_sided_steps(run: History) -> list[Finding]:
-    """Steps that saw one bucket only, or chiefly, or lengths of their own; by step, however many steps a line has."""
+    """Steps that saw one bucket only, or mostly, or lengths that no other step saw; by step, not by line."""
     return _of_one_bucket(run) or _of_other_lengths(run)
 
 

@@ -85,7 +85,7 @@ def deal_strata(ranking: np.ndarray, pool: Pool, bits: np.random.BitGenerator, *
     load = np.zeros(num_windows, np.int64)
     begun = np.zeros(
         num_windows, bool
-    )  # windows that hold the first part of the bucket which goes on into this stratum
+    )  # windows that hold the first part of the bucket which continues in this stratum
     going_on = -1
     for number, stratum in enumerate(strata):
         buckets = pool.bucket[stratum]
