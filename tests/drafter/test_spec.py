@@ -75,7 +75,7 @@ def test_drafts_and_their_slots():
         ({}, 3, "is the target's eos token"),
         ({"mask_token_id": 1000}, None, "outside the target's embedding; allowed: 0 to 999"),
         ({}, None, "tokenizer has no mask token"),
-        ({"num_key_value_heads": 3}, 999, "must be a multiple"),
+        ({"num_key_value_heads": 3}, 999, "not a multiple"),
         ({"head_dim": 7}, 999, "even"),
     ],
 )

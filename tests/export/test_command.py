@@ -67,7 +67,7 @@ def test_export_of_a_run(run_dir, capsys, format, dtype) -> None:
     folder = run_dir / "export" / format
     assert (result["folder"], result["format"], result["dtype"], result["step"]) == (str(folder), format, dtype, 20)
     assert {path.name for path in folder.iterdir()} == {
-        *("config.json", "model.safetensors", "README.md", "paceline.json", "golden")
+        *("config.json", "model.safetensors", "README.md", "paceline.json", "golden", "acceptance.png")
     }
     spec, state = read_drafter(folder)
     assert spec == _spec(run_dir)
@@ -82,6 +82,7 @@ def test_export_of_a_run(run_dir, capsys, format, dtype) -> None:
     assert str(run_dir.parent) not in (folder / "README.md").read_text() + (folder / "paceline.json").read_text()
     assert DrafterSpec.from_dict(note["drafter"]) == spec
     card = (folder / "README.md").read_text()
+    assert "(acceptance.png)" in card
     assert note["content_hash"] in card and "| 20 | 3.000 |" in card and note["target"]["fingerprint"] in card
 
 

@@ -16,7 +16,18 @@ def test_taps_mask_token_and_sizes_are_refused_together(make_run) -> None:
     taps, mask, sizes = caught.value.errors
     assert "for example target.taps: [0, 1, 2, 3, 4, 5, 6]" in taps
     assert mask == "drafter.mask_token_id = <|mas|>: the tokenizer has no such token; did you mean <|mask|>?"
-    assert "head_dim = 7: rotary embeddings need an even size" in sizes
+    assert sizes == "drafter.head_dim = 7: rotary embeddings need an even size; for example drafter.head_dim: 8"
+
+
+@pytest.mark.parametrize(("heads", "groups", "instead"), [(5, 2, 4), (7, 4, 8), (2, 4, 4), (9, 6, 12)])
+def test_suggested_numbers_of_heads_can_be_used(make_run, heads: int, groups: int, instead: int) -> None:
+    sizes = {"num_attention_heads": heads, "num_key_value_heads": groups}
+    with pytest.raises(PacelineError) as caught:
+        resolve_models(load_settings(make_run(drafter=sizes)))
+    (said,) = caught.value.errors
+    assert f"set drafter.num_attention_heads: {instead}, or drafter.num_key_value_heads to one of 1, " in said
+    settings = load_settings(make_run(drafter={**sizes, "num_attention_heads": instead}))
+    assert resolve_models(settings).spec.num_attention_heads == instead
 
 
 def test_the_suggested_taps_can_be_used(make_run) -> None:

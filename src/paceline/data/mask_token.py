@@ -67,9 +67,8 @@ def choose_mask_token(
             raise ConfigError(f"drafter.mask_token_id = {asked}: the tokenizer has no such token; {hint}")
         wrong = _why_not(tokenizer, token, vocab_size)
         if wrong:
-            raise ConfigError(
-                f"drafter.mask_token_id = {asked}: {wrong}{_example(spare_token(tokenizer, vocab_size, taken))}"
-            )
+            example = _example(tokenizer, spare_token(tokenizer, vocab_size, taken))
+            raise ConfigError(f"drafter.mask_token_id = {asked}: {wrong}; {example}")
         return MaskToken(token, _text_of(tokenizer, token))
     spare = spare_token(tokenizer, vocab_size, taken)
     if spare is not None:
@@ -107,8 +106,10 @@ def _why_not(tokenizer: PreTrainedTokenizerBase, token: int, vocab_size: int | N
     return f"is the tokenizer's {' and '.join(taken)} token, which means something else to the target" if taken else ""
 
 
-def _example(spare: MaskToken | None) -> str:
-    return f"; for example drafter.mask_token_id: {spare}" if spare is not None else "; give an id without a use"
+def _example(tokenizer: PreTrainedTokenizerBase, spare: MaskToken | None) -> str:
+    if tokenizer.mask_token_id is not None:
+        return f"leave it unset: the tokenizer has {tokenizer.mask_token}"
+    return f"for example drafter.mask_token_id: {spare}" if spare is not None else "give an id without a use"
 
 
 def _text_of(tokenizer: PreTrainedTokenizerBase, token: int) -> str:

@@ -168,6 +168,7 @@ def derive_spec(
         shape["head_dim"] = facts.hidden_size // heads
     unset = [name for name, value in shape.items() if value is None]
     errors += [f"drafter.{name}: unset, and the target does not say it; give drafter.{name}" for name in unset]
+    errors += _size_errors(shape)
     if errors:
         raise DrafterError(*errors)
     assert mask is not None
@@ -207,6 +208,24 @@ def _mask_errors(mask: int | None, facts: TargetFacts) -> list[str]:
             f"allowed: 0 to {facts.vocab_size - 1}; give an unused id"
         ]
     return []
+
+
+def _size_errors(shape: Mapping[str, Any]) -> list[str]:
+    """What the sizes of attention heads have against each other, with values that can be used."""
+    heads, groups, size = (shape[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim"))
+    errors = []
+    if heads and groups and heads % groups:
+        near = groups * max(1, round(heads / groups))
+        allowed = ", ".join(str(count) for count in range(1, heads + 1) if heads % count == 0)
+        errors.append(
+            f"drafter.num_attention_heads = {heads}: not a multiple of drafter.num_key_value_heads = {groups}; set "
+            f"drafter.num_attention_heads: {near}, or drafter.num_key_value_heads to one of {allowed}"
+        )
+    if size and size % 2:
+        errors.append(
+            f"drafter.head_dim = {size}: rotary embeddings need an even size; for example drafter.head_dim: {size + 1}"
+        )
+    return errors
 
 
 def _errors(spec: DrafterSpec) -> list[str]:

@@ -97,6 +97,7 @@ def render_card(
     dtype: str,
     content_hash: str,
     folder: str | None = None,
+    picture: str | None = None,
 ) -> str:
     """The card as Markdown with front matter.
 
@@ -109,6 +110,7 @@ def render_card(
         dtype: of the tensors.
         content_hash: of the tensors.
         folder: how the commands name the folder; None for a placeholder.
+        picture: file name of the picture of `origin.evaluations`, where there is one.
     """
     model = "MERGED_TARGET" if target.adapter is not None else target.hub_name or "TARGET"
     folder = folder or "DRAFTER"
@@ -123,6 +125,7 @@ def render_card(
         data_rows=list(_data_rows(origin)),
         acceptance=acceptance_table(origin.evaluations),
         measured=_measured(origin.evaluations),
+        picture=picture,
         folder=folder,
         model=model,
         commands=serving_commands(spec, format, folder, target, model=model),

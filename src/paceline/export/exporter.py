@@ -18,6 +18,8 @@ from paceline.config import TargetConfig, settings_copy
 from paceline.drafter.spec import DrafterSpec
 from paceline.errors import ConfigError, ExportError
 from paceline.export.card import Origin, render_card
+from paceline.export.card_plot import NAME as PICTURE
+from paceline.export.card_plot import draw_acceptance
 from paceline.export.compatibility import check_target
 from paceline.export.engines import ServedTarget, serving_commands, serving_notes
 from paceline.export.folder import NOTE, read_note
@@ -197,6 +199,7 @@ def export_drafter(
     def extras(aside: Path, stored: Mapping[str, Tensor]) -> None:
         """Card, golden tensors and note, beside the tensors; then the folder is verified."""
         note["content_hash"] = content_hash(stored)
+        drawn = draw_acceptance(origin.evaluations, aside / PICTURE)
         card = render_card(
             spec,
             served,
@@ -206,6 +209,7 @@ def export_drafter(
             dtype=dtype,
             content_hash=note["content_hash"],
             folder=repository,
+            picture=PICTURE if drawn else None,
         )
         (aside / "README.md").write_text(card, encoding="utf-8")
         if inputs is not None:
