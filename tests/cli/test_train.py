@@ -84,6 +84,31 @@ def test_one_file_for_both_roles_is_named(command: str, make_run: MakeRun, few_c
     assert f"data.heldout: {few_chats} is in data.train too" in found.out + found.err
 
 
+@pytest.mark.parametrize("command", ["prepare", "train", "check"])
+def test_a_copy_as_held_out_file_is_named(
+    command: str, make_run: MakeRun, few_chats: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    copy = shutil.copy(few_chats, tmp_path / "copy.jsonl")
+    assert main([command, str(make_run(data={"store": None, "heldout": [str(copy)]}, **SHORT))]) == 1
+    found = capfd.readouterr()
+    assert "data.heldout asks all that data.train asks: name a file of other chats there" in found.out + found.err
+
+
+@pytest.mark.parametrize("command", ["train", "check"])
+def test_held_out_prompts_without_answers_are_named(
+    command: str, make_run: MakeRun, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    asked = tmp_path / "asked.jsonl"
+    asked.write_text('{"messages": [{"role": "user", "content": "and now?"}]}\n', encoding="utf-8")
+    data = {"data": {"store": None, "heldout": [str(asked)]}, **SHORT}
+    assert main([command, str(make_run(**data))]) == 1
+    found = capfd.readouterr()
+    says = "data.heldout: of 1 rows none can be measured: 1 × no assistant turn after a question, for example "
+    assert f"{says}{asked}:1" in found.out + found.err
+    if command == "train":
+        assert main(["train", str(make_run("without", evaluate={"validation_samples": 0}, **data))]) == 0
+
+
 @pytest.mark.parametrize("phase", ["paceline.cli.train.ready_store", "paceline.target_model.load.load_target"])
 def test_ctrl_c_while_starting_trains_nothing(
     phase: str, make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd

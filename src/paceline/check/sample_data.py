@@ -13,6 +13,7 @@ import numpy as np
 from paceline.config import Settings
 from paceline.data.collate import collate
 from paceline.data.files import check_apart, find_files
+from paceline.data.holdout import unmeasurable
 from paceline.data.prepare import check_store, prepare
 from paceline.data.readers import Shard, read_shard, scan
 from paceline.data.report import PrepareReport
@@ -91,6 +92,8 @@ def gather(settings: Settings, folder: Path, rows: int) -> SampleData:
                 *(user_places(line, folder, origins, settings.data.train) for line in error.errors)
             ) from error
         sample = open_store(folder / "store")
+        if settings.data.heldout and settings.evaluate.validation_samples:
+            _try_heldout(settings, folder, rows)
     elif not there:
         raise DataError(f"data.train: empty, and there is no store at {settings.store_path}; name files of chats")
     if there:
@@ -98,6 +101,29 @@ def gather(settings: Settings, folder: Path, rows: int) -> SampleData:
         return SampleData(open_store(settings.store_path), True, 1.0, chats, sample, report, origins)
     assert sample is not None, "either the store is there or the sample was made"
     return SampleData(sample, False, share, chats, sample, report, origins)
+
+
+def _try_heldout(settings: Settings, folder: Path, rows: int) -> None:
+    """Tokenize some held-out rows, and drop them.
+
+    Raises:
+        DataError: there is nothing to measure in them.
+    """
+    aside = folder / "heldout"
+    aside.mkdir()
+    origins, _ = take_rows(settings.data.heldout, aside / ROWS, rows)
+    try:
+        prepare(
+            [str(aside / ROWS)],
+            aside / "store",
+            settings.target.path,
+            settings.data.model_copy(update={"workers": 1, "heldout": [], "heldout_share": 0.0, "duplicates": "keep"}),
+            count_eligible=count_eligible,
+            trust_remote_code=settings.target.trust_remote_code,
+        )
+    except DataError as error:
+        lines = (user_places(line, aside, origins, settings.data.heldout) for line in error.errors)
+        raise unmeasurable(DataError(*lines)) from error
 
 
 def user_places(text: str, folder: Path, origins: dict[int, str], names: list[str]) -> str:

@@ -14,7 +14,7 @@ from rich.text import Text
 from paceline.checkpoint.run_directory import is_run_directory, read_run_facts
 from paceline.cli import command
 from paceline.config import Settings
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, DataError
 from paceline.text import percent
 
 if TYPE_CHECKING:
@@ -196,23 +196,30 @@ def score_answers(store: str, settings: Settings, count: int) -> OnPolicyReport:
 
 
 def prepare_heldout(settings: Settings) -> PrepareReport:
-    """Tokenize the held-out chats beside the store, to measure the drafter on while it trains."""
-    from paceline.data.holdout import heldout_files
+    """Tokenize the held-out chats beside the store, to measure the drafter on while it trains.
+
+    Raises:
+        DataError: there is nothing to measure in them.
+    """
+    from paceline.data.holdout import heldout_files, unmeasurable
     from paceline.data.prepare import prepare
     from paceline.data.report import REASONS
     from paceline.drafter.anchors import count_eligible
     from paceline.target_model.facts import identify_target
 
-    report = prepare(
-        heldout_files(settings.data.heldout, settings.store_path),
-        settings.heldout_store_path,
-        settings.target.path,
-        settings.data.model_copy(update={"heldout": [], "heldout_share": 0.0, "duplicates": "keep"}),
-        count_eligible=count_eligible,
-        trust_remote_code=settings.target.trust_remote_code,
-        replace=True,
-        target=identify_target(settings.target),
-    )
+    try:
+        report = prepare(
+            heldout_files(settings.data.heldout, settings.store_path),
+            settings.heldout_store_path,
+            settings.target.path,
+            settings.data.model_copy(update={"heldout": [], "heldout_share": 0.0, "duplicates": "keep"}),
+            count_eligible=count_eligible,
+            trust_remote_code=settings.target.trust_remote_code,
+            replace=True,
+            target=identify_target(settings.target),
+        )
+    except DataError as error:
+        raise unmeasurable(error) from error
     for reason, count in report.set_aside.items():
         command.notice(
             f"{report.store}: {count.count:,} held-out rows are not measured: {REASONS[reason]} "

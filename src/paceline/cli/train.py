@@ -141,7 +141,8 @@ def ready_store(settings: Settings, facts: TargetFacts) -> None:
     else:
         target = settings.target
         check_store(settings.store_path, target.path, settings.data, trust_remote_code=target.trust_remote_code)
-    held_out = settings.data.train and heldout_files(settings.data.heldout, settings.store_path)
+    measured = settings.data.train and settings.evaluate.validation_samples
+    held_out = measured and heldout_files(settings.data.heldout, settings.store_path)
     if held_out and not (started and settings.heldout_store_path.is_dir()):
         prepare_heldout(settings)
     check_prepared(settings, facts)

@@ -380,4 +380,11 @@ def _nothing_left(tally: Tally) -> str:
         f"{count.count} × {REASONS[reason]}, for example {count.example}{f' ({count.detail})' if count.detail else ''}"
         for reason, count in _ordered(tally.set_aside).items()
     ]
-    return f"of {tally.rows_in} rows none can be trained on: {'; '.join(reasons)}"
+    text = f"of {tally.rows_in} rows none can be trained on: {'; '.join(reasons)}"
+    asked_both = tally.set_aside.get("heldout")
+    if asked_both is not None and asked_both.count == tally.rows_in:
+        text += (
+            "; data.heldout asks all that data.train asks: name a file of other chats there, or drop data.heldout and "
+            "set data.heldout_share: 0.02"
+        )
+    return text

@@ -14,6 +14,7 @@ import numpy as np
 
 from paceline.data.dedup import prompt_of
 from paceline.data.rows import Conversation, PlainText, Row, RowRejected, read_row, tags_of
+from paceline.errors import DataError
 
 HELDOUT = "heldout.jsonl"
 """File of the held-out rows in a store, as they were read, with the tags of their files."""
@@ -83,6 +84,18 @@ def heldout_files(named: Sequence[str], store: Path) -> list[str]:
         return list(named)
     split = store / HELDOUT
     return [str(split)] if split.is_file() else []
+
+
+def unmeasurable(error: DataError) -> DataError:
+    """The error of held-out files from which no sample can be made, as one of `data.heldout`."""
+    lines = (line.replace("none can be trained on", "none can be measured") for line in error.errors)
+    return DataError(
+        *(
+            f"data.heldout: {line}; name chats with answers, or set evaluate.validation_samples: 0 (prompts alone can "
+            "be decoded)"
+            for line in lines
+        )
+    )
 
 
 def without_heldout(named: Sequence[str], store: Path) -> str | None:
