@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from paceline.data.assistant_turn import Said
+from paceline.data.render_limits import SECONDS, STOPWATCH, TooSlow
 from paceline.data.rows import Conversation, RowRejected
 from paceline.data.thinking import EMPTY_THOUGHT, REASONING_KEYS, ThinkingSwitch, find_switches, read_source
 from paceline.data.tokenizer import chat_template
@@ -55,6 +56,7 @@ class Renderer:
                 f"{name}: the tokenizer has no chat template, so chats cannot be rendered as they will be served; give "
                 "a target with one, or data in `text` or `input_ids` form"
             )
+        self._name = name
         self._template = template
         self._tool_template = chat_template(tokenizer, tools=True) or template
         self._special = dict(tokenizer.special_tokens_map)
@@ -165,6 +167,7 @@ class Renderer:
 
         Raises:
             RowRejected: the template refuses the conversation (`template_refuses`).
+            DataError: it takes more time or memory than any template needs.
         """
         return self._render(conversation, ends, variables, generation=generation, spans=False)[0]
 
@@ -250,12 +253,18 @@ class Renderer:
         chats: list[list[JsonDict]] = [conversation.messages[:end] for end in ends]
         named = {"tools": conversation.tools, "add_generation_prompt": generation, **self._special, **variables}
         try:
-            # A thought makes transformers fill in the other names under which templates read it.
-            if not spans and all(map(_REASONING.isdisjoint, conversation.messages)):
-                return [self._compiled[template](messages=chat, **named) for chat in chats], []
-            # Typed as one string upstream; it is a list for a list of chats, and so are the spans.
-            render: Any = render_jinja_template
-            return render(conversations=chats, chat_template=template, return_assistant_tokens_mask=spans, **named)
+            with STOPWATCH:
+                # A thought makes transformers fill in the other names under which templates read it.
+                if not spans and all(map(_REASONING.isdisjoint, conversation.messages)):
+                    return [self._compiled[template](messages=chat, **named) for chat in chats], []
+                # Typed as one string upstream; it is a list for a list of chats, and so are the spans.
+                render: Any = render_jinja_template
+                return render(conversations=chats, chat_template=template, return_assistant_tokens_mask=spans, **named)
+        except (TooSlow, MemoryError) as error:
+            what = f"has not ended after {SECONDS:g} s" if isinstance(error, TooSlow) else "asks for too much memory"
+            raise DataError(
+                f"{self._name}: its chat template {what} on a chat of {len(conversation.messages)} turns; correct it"
+            ) from error
         except (
             TemplateError,
             TypeError,

@@ -21,10 +21,12 @@ from paceline.data.encoder import Encoder
 from paceline.data.holdout import part_heldout, row_is_held_out, write_heldout
 from paceline.data.loss_mask import Sample, check_generation_tags, plain_sample, ready_sample, samples_of
 from paceline.data.readers import Shard, read_shard
+from paceline.data.render_limits import limited_memory
 from paceline.data.report import Count, Tally
 from paceline.data.rows import Conversation, PlainText, ReadyTokens, Row, RowRejected, read_row
 from paceline.data.store import PART_SCHEMA, part_name, write_table
 from paceline.data.tokenizer import load_tokenizer
+from paceline.errors import DataError
 
 _CHECKED_ROWS = 32
 """Rows of a shard on which the loss mask is compared with the template's own generation tags."""
@@ -124,8 +126,13 @@ def tally_path(folder: Path, number: int) -> Path:
     return folder / f"part-{number:06d}.json"
 
 
+@limited_memory()
 def tokenize_shard(shard: Shard) -> None:
-    """Write the part of a shard, its columns and held-out rows, and then its tally."""
+    """Write the part of a shard, its columns and held-out rows, and then its tally.
+
+    Raises:
+        DataError: the chat template takes more time or memory than any template needs.
+    """
     assert _state is not None, "start_worker was called"
     worker, tokenizer = _state
     tally, part = Tally(), PartWriter()
@@ -138,9 +145,12 @@ def tokenize_shard(shard: Shard) -> None:
             tally.leave_out("heldout_split", Count(1, where))
             held.append(values)
             continue
-        for sample, eligible in _usable(values, where, tokenizer, worker, tally, asked):
-            tags = tuple(dict.fromkeys((*shard.tags, *sample.tags)))
-            part.append(Sample(sample.ids, sample.spans, tags=tags), eligible, shard.source, line)
+        try:
+            for sample, eligible in _usable(values, where, tokenizer, worker, tally, asked):
+                tags = tuple(dict.fromkeys((*shard.tags, *sample.tags)))
+                part.append(Sample(sample.ids, sample.spans, tags=tags), eligible, shard.source, line)
+        except DataError as error:
+            raise DataError(*(f"{where}: {text}" for text in error.errors)) from error
     near = worker.heldout.nearly_holds([prompt for _, prompt in asked])
     for where in (where for where, prompt in asked if prompt in near):
         tally.note("heldout_near", Count(1, where))
