@@ -74,7 +74,7 @@ def test_a_probe_leaves_the_guarded_first_batch_as_it_would_be(stage: TargetStag
     assert torch.equal(stage._pool.read(0, 51)[0], stage._pool.read(1, 51)[0])
 
 
-def test_weights_for_which_shared_memory_has_no_room_are_one_line(
+def test_no_room_for_the_weights_in_shared_memory_is_one_line(
     stage: TargetStage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("paceline.pipeline.feature_pool.shutil.disk_usage", lambda place: SimpleNamespace(free=1000))
