@@ -66,8 +66,12 @@ def prepare(settings: Settings, *, replace: bool = False) -> PrepareReport:
     return prepare_run(settings, replace=replace)
 
 
-def train(settings: Settings) -> Outcome:
+def train(settings: Settings, *, yes: bool = False) -> Outcome:
     """Trains a drafter, or resumes the run in ``settings.run_dir``; prepares its chats first where that is not done.
+
+    Args:
+        settings: of the run.
+        yes: whether settings of a run that is under way may change, from its next step on.
 
     Call it under ``if __name__ == "__main__":``, because the pipeline starts processes that import the main script.
 
@@ -76,7 +80,7 @@ def train(settings: Settings) -> Outcome:
     """
     from paceline.cli.train import train_run
 
-    return train_run(settings)
+    return train_run(settings, yes=yes)
 
 
 def evaluate(

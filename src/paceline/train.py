@@ -84,7 +84,7 @@ def train(run: Run, *, notice: Callable[[str], None], console: Console | None = 
         clear_profile(profiled, profile, run.first_step)
     last, status = run.first_step, "failed: unforeseen"
     try:
-        _note_checkpoints(run, observer)
+        _note_start(run, observer)
         completed, saves = StepMetrics(run), CheckpointPolicy(run, observer)
         with (
             GracefulStop(notice) as stop,
@@ -130,10 +130,13 @@ def _observer(run: Run, console: Console | None) -> Observer:
     )
 
 
-def _note_checkpoints(run: Run, observer: AnyObserver) -> None:
-    """What the user should know of the checkpoint that the run continues from; damaged ones no longer count."""
+def _note_start(run: Run, observer: AnyObserver) -> None:
+    """What the user should know of the checkpoint that the run continues from, and which settings change there."""
     if not run.first_step or not run.nodes.first:
         return
+    if run.change is not None:
+        changed = {name: f"{before} → {after}" for name, (before, after) in run.change.changed.items()}
+        observer.event("settings", **changed)
     checkpoints.quarantine_after(run.run_dir, run.first_step)
     for text in run.damaged:
         observer.warn(text)

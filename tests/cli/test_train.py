@@ -144,15 +144,6 @@ def test_quiet_prints_warnings_only(make_run: MakeRun, capfd: pytest.CaptureFixt
     assert capfd.readouterr() == ("", "")
 
 
-def test_more_epochs_are_refused_with_the_way_on(make_run: MakeRun, tmp_path: Path, capfd) -> None:
-    assert main(["train", str(make_run(**SHORT))]) == 0
-    capfd.readouterr()
-    run_dir = str(tmp_path / "run")
-    assert main(["train", run_dir, "--train.epochs", "30"]) == 1
-    said = capfd.readouterr().err
-    assert f"`paceline export {run_dir}`, then another run_dir with drafter.init set to that folder" in said
-
-
 @pytest.mark.parametrize("command", [["evaluate", "--prompts"], ["export", "--out"]])
 def test_a_step_without_a_checkpoint_lists_those_there_are(
     command: list[str], make_run: MakeRun, tmp_path: Path, few_chats, capfd

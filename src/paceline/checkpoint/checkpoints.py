@@ -46,7 +46,7 @@ UNSIGNED = "0" * 64
 """Stands for the SHA-256 of checkpoint.json while that is taken of its own text."""
 PREFIX, PRUNED, DAMAGED = "step-", ".old", ".damaged"
 FORMAT = 2
-IDENTITY = ("drafter", "data_fingerprint", "total_steps", "replicas")
+IDENTITY = ("drafter", "data_fingerprint", "replicas")
 """Facts of a run, beside its target, that its checkpoints carry too; one with others belongs to another run."""
 
 DECODED = {"decode/tau": "tau_micro", "decode/tau_macro": "tau_macro"}

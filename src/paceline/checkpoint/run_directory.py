@@ -1,6 +1,7 @@
 """The run directory: what a run is, and whether a second start is the same run.
 
-Layout: ``settings.yaml`` (resolved), ``run.json`` (versions, fingerprints, drafter), ``store/``, ``metrics.jsonl``,
+Layout: ``settings.yaml`` (resolved), ``run.json`` (versions, fingerprints, drafter), ``changes.json`` (settings that
+changed on the way), ``store/``, ``metrics.jsonl``,
 ``checkpoints/step-00000100/``, ``evaluation.json``, ``export/``, ``report.html``.
 """
 
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from paceline.atomic_files import write_text
+from paceline.checkpoint.changes import FREE, STEERED, add_change, change_asked, kind_of
 from paceline.config import Settings, absolute_paths, dump_settings, load_settings, named_values
 from paceline.errors import ConfigError, RunDirectoryError
 from paceline.text import absent, masked, parsed_json
@@ -26,16 +28,9 @@ from paceline.version import __version__
 SETTINGS, RUN, CHECKPOINTS, EVALUATION = "settings.yaml", "run.json", "checkpoints", "evaluation.json"
 EXPORTS = "export"
 
-FREE_SECTIONS = ("flow", "checkpoint", "evaluate", "observe")
-"""Sections that may change between two starts of one run: they do not change what is learned."""
-FREE_KEYS = (
-    *("target.path", "data.train", "data.heldout", "data.store", "data.workers", "data.verify"),
-    *("drafter.attention", "drafter.head", "drafter.head_chunk", "drafter.positions_per_pass"),
-    *("drafter.diagnose_every", "drafter.diagnose_share", "optimizer.shard", "train.deterministic"),
-)
-"""Further keys that may: where things lie (fingerprints say whether they are the same), and how it is computed."""
-
-OF_SETTINGS = ("drafter", "total_steps", "init")
+STEERED_FACTS = ("total_steps",)
+"""Facts that follow from settings that may change."""
+OF_SETTINGS = ("drafter", "init")
 """Facts that follow from settings: where those have changed, they are not separate errors."""
 
 
@@ -83,13 +78,14 @@ def read_run_facts(run_dir: Path) -> dict[str, Any]:
     return facts
 
 
-def open_run(settings: Settings, facts: Mapping[str, Any]) -> Path:
-    """Make the run directory, or check that it is this run's.
+def open_run(settings: Settings, facts: Mapping[str, Any], step: int = 0) -> Path:
+    """Make the run directory, or check that it is this run's, and keep what changes from now on.
 
     Args:
         settings: resolved settings.
         facts: what else makes the run what it is: ``drafter``, ``target`` (its identity, part by part),
             ``data_fingerprint``, …
+        step: optimizer steps that have been taken.
 
     Returns:
         The directory.
@@ -98,7 +94,7 @@ def open_run(settings: Settings, facts: Mapping[str, Any]) -> Path:
         RunDirectoryError: it belongs to another configuration (each difference in a line) or is something else.
     """
     try:
-        return _open(Path(settings.run_dir), settings, {**json.loads(json.dumps(facts)), "versions": versions()})
+        return _open(Path(settings.run_dir), settings, {**json.loads(json.dumps(facts)), "versions": versions()}, step)
     except OSError as error:
         if isinstance(error, RunDirectoryError):
             raise
@@ -167,9 +163,16 @@ def _unwritable(run_dir: Path, error: OSError) -> RunDirectoryError:
     )
 
 
-def _open(run_dir: Path, settings: Settings, facts: Mapping[str, Any]) -> Path:
+def _open(run_dir: Path, settings: Settings, facts: Mapping[str, Any], step: int) -> Path:
     check_run(settings, facts)
     if is_run_directory(run_dir):
+        change = change_asked(run_dir / SETTINGS, settings, step)
+        if change.changed and step:
+            add_change(run_dir, change)
+        known = read_run_facts(run_dir)
+        now = {**known, **{name: facts[name] for name in STEERED_FACTS if name in facts}}
+        if now != known:
+            write_text(run_dir / RUN, json.dumps(now, indent=2) + "\n")
         _write_settings(run_dir, settings)
         return run_dir
     run_dir.mkdir(parents=True, exist_ok=True)
@@ -245,19 +248,18 @@ def versions() -> dict[str, str]:
 def _changed_settings(run_dir: Path, settings: Settings) -> Iterator[str]:
     """A line for each setting that may not change; the last also says which others changed, and which may."""
     before, after = named_values(load_settings(run_dir / SETTINGS)), named_values(absolute_paths(settings))
-    changed = [name for name in after if name != "run_dir" and before.get(name) != after[name]]
-    free = [name for name in changed if name.split(".")[0] in FREE_SECTIONS or name in FREE_KEYS]
-    fixed = [name for name in changed if name not in free]
-    asked = f"of the changes asked for, {', '.join(free)} may stay; " if free else ""
-    allowed = f"; {asked}one run may change {', '.join(FREE_SECTIONS)}, and of the rest {', '.join(FREE_KEYS)}"
+    names = dict.fromkeys((*before, *after))
+    changed = [name for name in names if name != "run_dir" and before.get(name) != after.get(name)]
+    fixed = [name for name in changed if kind_of(name) == "fixed"]
+    others = [name for name in changed if name not in fixed]
+    asked = f"of the changes asked for, {', '.join(others)} may stay; " if others else ""
+    allowed = f"; {asked}one run may change {', '.join((*STEERED, *FREE))}"
     for name in fixed:
-        told = f"{run_dir}: made with {name} = {before.get(name)!r}, asked for {after[name]!r}; give another run_dir"
-        if name in ("train.epochs", "train.max_steps"):
-            told += (
-                f" (the length decides the learning rate of every step; to train on from the weights of this run: "
-                f"`paceline export {run_dir}`, then another run_dir with drafter.init set to that folder)"
-            )
-        yield told + (allowed if name == fixed[-1] else "")
+        line = (
+            f"{run_dir}: made with {name} = {before.get(name)!r}, asked for {after.get(name)!r}; put it back, or give "
+            f"another run_dir (drafter.init takes over the weights that `paceline export {run_dir}` writes)"
+        )
+        yield line + (allowed if name == fixed[-1] else "")
 
 
 def _changed_facts(run_dir: Path, facts: Mapping[str, Any]) -> Iterator[str]:
@@ -268,5 +270,7 @@ def _changed_facts(run_dir: Path, facts: Mapping[str, Any]) -> Iterator[str]:
                 f"{run_dir}: made with another target, which differs in {', '.join(parts)}; "
                 "put back the target that it was started with, or give another run_dir"
             )
-        elif name not in ("versions", "target", "target_fingerprint") and before.get(name) != facts[name]:
+        elif name in ("versions", "target", "target_fingerprint", *STEERED_FACTS):
+            continue
+        elif before.get(name) != facts[name]:
             yield f"{run_dir}: its {name.replace('_', ' ')} is not today's; what it was made from has changed"

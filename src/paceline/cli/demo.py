@@ -111,7 +111,7 @@ def _show_forecast(run: Run) -> None:
     from paceline.plan.forecast import forecast
     from paceline.plan.views import render
 
-    made = forecast(run.plan.epoch, run.settings.train.epochs)
+    made = forecast(run.plan.whole_epoch, run.settings.train.epochs)
     command.stderr.print(render(made, run.source.lengths))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from paceline.checkpoint.run_directory import check_writable, is_run_directory
 from paceline.checkpoint.run_lock import hold_run
 from paceline.cli import command
 from paceline.config import Settings
-from paceline.errors import NOT_TRAINED, Interrupted
+from paceline.errors import NOT_TRAINED, ConfigError, Interrupted
 
 if TYPE_CHECKING:
     from paceline.run.run import Run
@@ -26,10 +27,14 @@ DESCRIPTION = """Train a drafter, or resume a run.
 The chats named in data.train are prepared first where that has not been done. The run directory then holds all there
 is to know about the run; starting again with it, or with the same settings, resumes from its newest checkpoint.
 
+Plan, objective, noise, learning rate and length of a run may change between two starts: they count from the next step
+on, the change is kept in the run, and it is asked for before (--yes: it is not).
+
 Examples:
   paceline train run.yaml
   paceline train run.yaml --optimizer.lr 3e-4 --run-dir runs/second
   paceline train runs/second
+  paceline train runs/second --optimizer.lr 1e-4 --train.epochs 8 --yes
 """
 
 
@@ -41,6 +46,8 @@ class Arguments:
     """Settings file of a new run, or the directory of a run to resume."""
     profile: tuple[int, int] | None = None
     """First and last step to watch with torch's profiler; short for --observe.profile-steps."""
+    yes: bool = False
+    """Change settings of a run that is under way without asking."""
     json: bool = False
     """Print the outcome as JSON on standard output."""
 
@@ -51,7 +58,7 @@ def run(argv: Sequence[str]) -> int:
     if arguments.profile is not None:
         overrides["observe.profile_steps"] = str(list(arguments.profile))
     settings = command.read_settings(arguments.run, overrides)
-    outcome = train_run(settings)
+    outcome = train_run(settings, yes=arguments.yes)
     if arguments.json:
         command.write_json(
             {
@@ -64,8 +71,13 @@ def run(argv: Sequence[str]) -> int:
     return 0
 
 
-def train_run(settings: Settings) -> Outcome:
-    """Prepare where needed, show what is about to be trained, train, say how it ended."""
+def train_run(settings: Settings, *, yes: bool = False) -> Outcome:
+    """Prepare where needed, show what is about to be trained, train, say how it ended.
+
+    Args:
+        settings: of the run.
+        yes: whether settings of a run that is under way may change without a question.
+    """
     from paceline.pipeline.multinode import joined, this_node
 
     here, run_dir = this_node(), Path(settings.run_dir)
@@ -82,6 +94,8 @@ def train_run(settings: Settings) -> Outcome:
         models = resolve_models(settings)
     with held, joined(here, settings.flow.stall_limit_s) as nodes:
         with _starting():
+            if nodes.first:
+                confirm_change(settings, yes=yes)
             nodes.in_turn(lambda: ready_store(settings, models.facts))
             run = build_run(settings, models, nodes)
             if not quiet:
@@ -116,6 +130,37 @@ def _ending(run: Run, outcome: Outcome) -> str:
     if not run.remaining:
         return f"{named}{run.run_dir}: finished before, all {outcome.step} steps; next: paceline evaluate {run.run_dir}"
     return f"{named}trained {outcome.step} steps; next: paceline evaluate {run.run_dir}"
+
+
+def confirm_change(settings: Settings, *, yes: bool) -> None:
+    """Show which settings of a run that is under way change from now on; go on where the user agrees.
+
+    Args:
+        settings: of this start.
+        yes: whether the user agreed beforehand.
+
+    Raises:
+        RunDirectoryError: settings that may not change.
+        ConfigError: the user did not agree, or cannot be asked.
+    """
+    from paceline.checkpoint.run_directory import check_run
+    from paceline.run.build import change_of
+
+    run_dir = Path(settings.run_dir)
+    if not is_run_directory(run_dir):
+        return
+    check_run(settings)
+    change = change_of(settings)
+    if change is None:
+        return
+    for line in change.lines():
+        command.stderr.print(line, markup=False)
+    if yes:
+        return
+    if not sys.stdin.isatty():
+        raise ConfigError(f"{run_dir}: settings of this run have changed since its last start; add --yes to go on so")
+    if input("Train on with these settings? [y/N] ").strip().lower() not in ("y", "yes"):
+        raise ConfigError(f"{run_dir}: nothing was changed; put the settings back, or answer yes")
 
 
 def ready_store(settings: Settings, facts: TargetFacts) -> None:

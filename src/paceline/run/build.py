@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 import torch
 
 from paceline.checkpoint import checkpoints, run_directory
-from paceline.config import Settings, devices_of, named_values
+from paceline.checkpoint.changes import PlanBefore, SettingsChange, change_asked, plans_before, read_changes
+from paceline.config import PlanConfig, Settings, devices_of, named_values
 from paceline.data.coverage import check_mask_token
 from paceline.data.mask_token import MaskToken, choose_mask_token
 from paceline.data.store import TokenStore, open_store
@@ -104,20 +105,60 @@ def build_run(settings: Settings, models: Models, nodes: Nodes = ALONE) -> Run:
     facts, spec = models.facts, models.spec
     source = open_store(settings.store_path, verify=settings.data.verify)
     check_mask_token(source, spec.mask_token_id, facts.vocab_size)
-    replicas = nodes.agree({}, _replicas(settings, nodes))
-    plan = TrainingPlan(settings, spec, facts, source, replicas)
-    run_dir, first, heldout, damaged = Path(settings.run_dir), 0, None, ()
+    run_dir, heldout = Path(settings.run_dir), None
+    first, damaged = _resume_point(run_dir) if nodes.first else (0, ())
+    change = change_of(settings, first) if nodes.first else None
+    replicas, earlier = nodes.agree({}, [_replicas(settings, nodes), _plans_before(run_dir, change)])
+    before = [PlanBefore(last, PlanConfig.model_validate(plan), anchors) for last, plan, anchors in earlier]
+    _check_carry(settings, before)
+    plan = TrainingPlan(settings, spec, facts, source, replicas, before)
     if nodes.first:
+        if first > len(plan.steps):
+            raise ConfigError(
+                f"train: {first} steps are taken already, and these settings ask for {len(plan.steps)}; raise "
+                "train.max_steps or train.epochs"
+            )
         if settings.evaluate.validation_samples and settings.heldout_store_path.is_dir():
             heldout = open_store(settings.heldout_store_path, verify=settings.data.verify)
         check_saving(settings, spec, facts, heldout is not None)
         check_background_evaluation(settings)
         of_run = {**_facts_of_run(models, source, plan), **_init(settings, spec)}
-        run_dir = run_directory.open_run(settings, of_run)
-        first, damaged = checkpoints.resume_point(run_dir)
-        first = min(first, len(plan.steps))
+        run_directory.open_run(settings, of_run, first)
     first = nodes.agree(_facts_of_machine(settings, models, source, plan), first)
-    return Run(settings, run_dir, facts, models.taps, spec, source, heldout, plan, first, nodes, damaged)
+    return Run(settings, run_dir, facts, models.taps, spec, source, heldout, plan, first, nodes, damaged, change)
+
+
+def change_of(settings: Settings, step: int | None = None) -> SettingsChange | None:
+    """What settings of a run would change from now on; None where none does, or nothing is trained yet.
+
+    Args:
+        settings: of this start.
+        step: optimizer steps that have been taken; None: they are looked up.
+    """
+    run_dir = Path(settings.run_dir)
+    step = _resume_point(run_dir)[0] if step is None else step
+    if not step:
+        return None
+    found = change_asked(run_dir / run_directory.SETTINGS, settings, step)
+    return found if found.changed else None
+
+
+def _resume_point(run_dir: Path) -> tuple[int, tuple[str, ...]]:
+    return checkpoints.resume_point(run_dir) if run_directory.is_run_directory(run_dir) else (0, ())
+
+
+def _plans_before(run_dir: Path, change: SettingsChange | None) -> list[tuple[int, dict[str, Any], int]]:
+    """How steps were planned before these settings, as plain values that can be sent to other machines."""
+    known = plans_before([*read_changes(run_dir), *([] if change is None else [change])])
+    return [(before.last_step, before.plan.model_dump(mode="json"), before.num_anchors) for before in known]
+
+
+def _check_carry(settings: Settings, before: Sequence[PlanBefore]) -> None:
+    if before and "carry" in {settings.plan.leftover, *(earlier.plan.leftover for earlier in before)}:
+        raise ConfigError(
+            "plan: with plan.leftover: carry an epoch hands samples on to the next, so this plan cannot change in a "
+            "run; put it back, or give another run_dir"
+        )
 
 
 def _init(settings: Settings, spec: DrafterSpec) -> dict[str, Any]:

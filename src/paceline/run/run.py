@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from paceline.checkpoint.changes import SettingsChange
 from paceline.config import Settings
 from paceline.data.store import TokenStore
 from paceline.drafter.spec import DrafterSpec
@@ -27,6 +28,7 @@ class Run:
         first_step: steps that a checkpoint already holds.
         nodes: the machines that train it together, seen from this one.
         damaged: a sentence for each newer checkpoint that is not as it was written.
+        change: settings that count from this start on; None where none changed.
     """
 
     settings: Settings
@@ -40,6 +42,7 @@ class Run:
     first_step: int
     nodes: Nodes = ALONE
     damaged: tuple[str, ...] = ()
+    change: SettingsChange | None = None
 
     @property
     def num_ranks(self) -> int:

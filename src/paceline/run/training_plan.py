@@ -1,6 +1,8 @@
 """All optimizer steps of a run and their micro-batches: the plans of its epochs, one after another.
 
-Nothing here is stored: a plan is a pure function of lengths, settings, replicas, seed and epoch.
+Nothing here is stored but what changed on the way (`checkpoint.changes`): a plan is a pure function of lengths,
+settings, replicas, seed and epoch. Where it changes inside an epoch, the samples that are not trained yet are planned
+anew.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from paceline.checkpoint.changes import PlanBefore
 from paceline.checkpoint.retention import VALIDATION
 from paceline.config import Settings
 from paceline.data.collate import collate
@@ -20,6 +23,7 @@ from paceline.drafter.spec import DrafterSpec
 from paceline.errors import DataError
 from paceline.plan.entries import fitting, groups_of_tags
 from paceline.plan.epoch import EpochPlan, plan_epoch
+from paceline.plan.pieces import PiecedEpoch, PlanPiece, cut
 from paceline.types import HostBatch, PlannedBatch, PlannedStep, TargetFacts
 
 Place = tuple[int, int]
@@ -27,7 +31,12 @@ Place = tuple[int, int]
 
 
 def epoch_plan(
-    settings: Settings, spec: DrafterSpec, source: TokenStore, epoch: int, replicas: int | None = None
+    settings: Settings,
+    spec: DrafterSpec,
+    source: TokenStore,
+    epoch: int,
+    replicas: int | None = None,
+    rows: np.ndarray | None = None,
 ) -> EpochPlan:
     """The plan of one epoch.
 
@@ -35,18 +44,20 @@ def epoch_plan(
         settings, spec, source: of the run.
         epoch: 0-based.
         replicas: drafter ranks to plan for; None: those of one machine.
+        rows: of the store, which alone are planned; None: all. Row i of the plan is row ``rows[i]``.
     """
-    weights = settings.plan.weights
+    weights, every = settings.plan.weights, slice(None) if rows is None else rows
+    groups = groups_of_tags(source.names(), weights) if weights else None
     return plan_epoch(
-        source.lengths,
-        source.eligible,
+        np.asarray(source.lengths)[every],
+        np.asarray(source.eligible)[every],
         settings.plan,
         num_anchors=settings.drafter.num_anchors,
         block_size=spec.block_size,
         replicas=len(settings.flow.drafter_devices) if replicas is None else replicas,
         seed=settings.seed,
         epoch=epoch,
-        groups=groups_of_tags(source.names(), weights) if weights else None,
+        groups=groups if groups is None else replace(groups, codes=groups.codes[every]),
     )
 
 
@@ -64,8 +75,13 @@ class Largest:
     padded_tokens: tuple[int, Place] = (0, (0, 0))
     positions: tuple[int, Place] = (0, (0, 0))
 
-    def over(self, plan: EpochPlan) -> Largest:
-        """This, or more where a plan has larger micro-batches; of equal ones the first."""
+    def over(self, plan: EpochPlan, first_batch: int = 0) -> Largest:
+        """This, or more where a plan has larger micro-batches; of equal ones the first.
+
+        Args:
+            plan: of an epoch or a piece of it.
+            first_batch: place in the epoch of the plan's first micro-batch.
+        """
         if not plan.num_batches:
             return self
         batches = plan.batches
@@ -77,7 +93,7 @@ class Largest:
 
         def larger(known: tuple[int, Place], sizes: np.ndarray) -> tuple[int, Place]:
             at = int(sizes.argmax())
-            return (int(sizes[at]), (plan.epoch, at)) if sizes[at] > known[0] else known
+            return (int(sizes[at]), (plan.epoch, first_batch + at)) if sizes[at] > known[0] else known
 
         return Largest(
             max(self.real_tokens, int(real.max())), larger(self.padded_tokens, padded), larger(self.positions, drafted)
@@ -90,6 +106,7 @@ class TrainingPlan:
     Args:
         settings, spec, facts, source: of the run.
         replicas: drafter ranks that it is planned for: those that the run was started with.
+        before: how steps were planned before the settings of this start, oldest first.
 
     Attributes:
         steps: every optimizer step of the run.
@@ -100,11 +117,20 @@ class TrainingPlan:
     """
 
     def __init__(
-        self, settings: Settings, spec: DrafterSpec, facts: TargetFacts, source: TokenStore, replicas: int
+        self,
+        settings: Settings,
+        spec: DrafterSpec,
+        facts: TargetFacts,
+        source: TokenStore,
+        replicas: int,
+        before: Sequence[PlanBefore] = (),
     ) -> None:
         self.replicas = replicas
         self._settings, self._spec, self._source = settings, spec, source
+        self._before = before
         self._pad_id = facts.pad_token_id if facts.pad_token_id is not None else 0
+        self._steps_before: dict[int, int] = {}
+        """Steps of the epochs before each epoch."""
         self.epoch = functools.lru_cache(maxsize=2)(self._epoch)
         """The plan of an epoch, by its 0-based number."""
         self.largest = Largest()
@@ -112,8 +138,46 @@ class TrainingPlan:
         if not self.steps:
             raise DataError(f"{source.path}: no optimizer step can be planned from its {len(source.lengths)} rows")
 
-    def _epoch(self, epoch: int) -> EpochPlan:
+    def whole_epoch(self, epoch: int) -> EpochPlan:
+        """The plan of an epoch under the settings of this start, as if nothing had changed in it."""
         return epoch_plan(self._settings, self._spec, self._source, epoch, self.replicas)
+
+    def _epoch(self, epoch: int) -> EpochPlan | PiecedEpoch:
+        at = self._steps_before[epoch]
+        earlier = [before for before in self._before if before.last_step > at]
+        if not earlier:
+            return self.whole_epoch(epoch)
+        pieces: list[PlanPiece] = []
+        for before in earlier:
+            windows = before.last_step - at - sum(piece.plan.num_windows for piece in pieces)
+            pieces += self._piece(epoch, pieces, self._settings_of(before), windows)
+        pieces += self._piece(epoch, pieces, self._settings)
+        return PiecedEpoch(pieces, self.whole_epoch(epoch).edges)
+
+    def _settings_of(self, before: PlanBefore) -> Settings:
+        drafter = self._settings.drafter.model_copy(update={"num_anchors": before.num_anchors})
+        return self._settings.model_copy(update={"plan": before.plan, "drafter": drafter})
+
+    def _piece(
+        self, epoch: int, earlier: Sequence[PlanPiece], settings: Settings, windows: int | None = None
+    ) -> list[PlanPiece]:
+        """The first windows (None: all) of a plan of what earlier pieces left; empty where they left nothing."""
+        whole = epoch_plan(settings, self._spec, self._source, epoch, self.replicas)
+        if not earlier:
+            return [PlanPiece(cut(whole, windows), None, 0, 0)]
+        trained = np.zeros(len(self._source.lengths), bool)
+        for piece in earlier:
+            trained[piece.trained_rows()] = True
+        # What a plan of the whole epoch would hold, repeats by weight included, without what is trained already.
+        rows = np.sort(whole.batches.order).astype(np.int64)
+        rows = rows[~trained[rows]]
+        if not len(rows):
+            return []
+        limits = settings.plan.model_copy(update={"weights": {}, "edges": whole.edges.tolist()})
+        of_rest = settings.model_copy(update={"plan": limits})
+        plan = epoch_plan(of_rest, self._spec, self._source, epoch, self.replicas, rows)
+        first_batch = sum(piece.plan.num_batches for piece in earlier)
+        return [PlanPiece(cut(plan, windows), rows, first_batch, sum(piece.plan.num_windows for piece in earlier))]
 
     def _planned_steps(self) -> list[PlannedStep]:
         train, limit = self._settings.train, self._settings.train.max_steps
@@ -121,8 +185,10 @@ class TrainingPlan:
         for epoch in range(train.epochs):
             if limit is not None and len(windows) >= limit:
                 break
+            self._steps_before[epoch] = len(windows)
             plan = self.epoch(epoch)
-            self.largest = self.largest.over(plan)
+            for piece in plan.pieces if isinstance(plan, PiecedEpoch) else [PlanPiece(plan, None, 0, 0)]:
+                self.largest = self.largest.over(piece.plan, piece.first_batch)
             windows += [(epoch, window, plan.window(window)) for window in range(plan.num_windows)]
         save, validate = self._settings.checkpoint.every_steps, self._settings.evaluate.every_steps
         by_validation = (self._settings.checkpoint.keep_best or "").startswith(VALIDATION)
