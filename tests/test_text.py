@@ -7,7 +7,20 @@ from pathlib import Path
 
 import pytest
 
-from paceline.text import absent, duration, first_line, fixed, masked, masked_values, percent, short, shortened, size
+from paceline.text import (
+    MAX_DEPTH,
+    absent,
+    duration,
+    first_line,
+    fixed,
+    masked,
+    masked_values,
+    parsed_json,
+    percent,
+    short,
+    shortened,
+    size,
+)
 
 
 @pytest.mark.parametrize(
@@ -64,3 +77,13 @@ def test_a_link_that_leads_nowhere_says_so(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError) as caught:
         link.read_bytes()
     assert first_line(caught.value) == absent(link, "file")
+
+
+def test_json_that_is_nested_too_deeply_is_refused() -> None:
+    within, beyond = ("[" * depth + "]" * depth for depth in (MAX_DEPTH, MAX_DEPTH + 1))
+    assert parsed_json(within) and parsed_json("[" + ",".join(["{}"] * 1000) + "]") == [{}] * 1000
+    for text in (beyond, beyond.encode(), '{"a": ' * 300 + "1" + "}" * 300, "[" * 100_000):
+        with pytest.raises(ValueError):
+            parsed_json(text)
+    with pytest.raises(ValueError, match="nested too deeply"):
+        parsed_json(beyond)

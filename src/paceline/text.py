@@ -118,6 +118,11 @@ def absent(path: str | os.PathLike[str], kind: str) -> str:
     return f"no such {kind}"
 
 
+MAX_DEPTH = 200
+"""Levels of a JSON text; what people write has a dozen."""
+TOO_DEEP = "nested too deeply"
+
+
 def parsed_json(text: str | bytes) -> Any:
     """The value of a JSON text.
 
@@ -125,9 +130,35 @@ def parsed_json(text: str | bytes) -> Any:
         ValueError: no JSON, or nested more deeply than anything that is meant.
     """
     try:
-        return json.loads(text)
+        value = json.loads(text)
     except RecursionError:
-        raise ValueError("nested too deeply") from None
+        raise ValueError(TOO_DEEP) from None
+    check_depth(text, value)
+    return value
+
+
+def check_depth(text: str | bytes, value: Any) -> None:
+    """Refuse a JSON text that is nested more deeply than `MAX_DEPTH`: functions that walk through it call themselves.
+
+    Python versions differ in what their parsers refuse by themselves.
+
+    Args:
+        text: of the value; one with few brackets is not looked at.
+        value: what was read.
+
+    Raises:
+        ValueError: it is.
+    """
+    brackets = text.count("[") + text.count("{") if isinstance(text, str) else text.count(b"[") + text.count(b"{")
+    if brackets <= MAX_DEPTH:
+        return
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        inner = (part.values() if isinstance(part, dict) else part for part in level if isinstance(part, (dict, list)))
+        level = [part for parts in inner for part in parts]
+        if not level:
+            return
+    raise ValueError(TOO_DEEP)
 
 
 def first_line(error: BaseException) -> str:

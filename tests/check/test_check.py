@@ -418,9 +418,9 @@ def test_a_run_with_other_settings_or_target_is_refused(make: MakeSettings, tmp_
     assert found["settings"].status == "pass"
     assert "resumes the run there" in found["settings"].detail
     assert found["drafter"].status == "pass"
-    other = fails_early(make(seed=7))["settings"]
+    other = fails_early(make(optimizer={"name": "adamw"}))["settings"]
     assert other.status == "fail"
-    assert "made with seed = 0, asked for 7" in other.detail
+    assert "made with optimizer.name = 'muon', asked for 'adamw'" in other.detail
     note = json.loads(before["run.json"])
     note["target"]["weights"] = "0" * 64
     (tmp_path / "run" / "run.json").write_text(json.dumps(note), encoding="utf-8")

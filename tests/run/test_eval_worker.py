@@ -195,7 +195,7 @@ def slow_run(make_run: MakeRun, demo_assets: Path, tmp_path: Path):
 
 
 def evaluator_of(process: subprocess.Popen, log: Path, run_dir: Path) -> int:
-    """The evaluator: the only process that stands back with `nice` 10."""
+    """The evaluator: the only process that is 10 more nice than the tests."""
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
         assert process.poll() is None, log.read_text()
@@ -204,7 +204,7 @@ def evaluator_of(process: subprocess.Popen, log: Path, run_dir: Path) -> int:
                 nice = int((Path("/proc") / str(pid) / "stat").read_text().rsplit(")", 1)[1].split()[16])
             except OSError:
                 continue
-            if nice == 10:
+            if nice == min(os.nice(0) + 10, 19):
                 return pid
         time.sleep(0.02)
     raise AssertionError(log.read_text())

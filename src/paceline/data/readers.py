@@ -19,7 +19,7 @@ import pyarrow as pa
 from paceline.data.files import DataFile, find_files
 from paceline.data.rows import RowRejected
 from paceline.errors import DataError
-from paceline.text import first_line
+from paceline.text import TOO_DEEP, check_depth, first_line
 
 _BLOCK = 1 << 20
 _SMALLEST_SHARD, _LARGEST_SHARD = 1 << 18, 1 << 23
@@ -195,13 +195,15 @@ def _value(text: bytes) -> Any:
     """A value of JSON text, NaN and infinities as null; a `RowRejected` in its place where it is not JSON."""
     try:
         try:
-            return msgspec.json.decode(text)
+            value = msgspec.json.decode(text)
         except msgspec.DecodeError:
             if b"NaN" not in text and b"Infinity" not in text:
                 raise
-            return msgspec.json.decode(msgspec.json.encode(json.loads(text)))
+            value = msgspec.json.decode(msgspec.json.encode(json.loads(text)))
+        check_depth(text, value)
+        return value
     except (ValueError, RecursionError) as error:
-        why = "nested too deeply" if isinstance(error, RecursionError) else first_line(error)
+        why = TOO_DEEP if isinstance(error, RecursionError) else first_line(error)
         return RowRejected("invalid_json", f"{why}: {text[:60].decode('utf-8', 'replace').strip()}")
 
 

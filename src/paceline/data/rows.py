@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from paceline.text import check_depth
 from paceline.types import JsonDict
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -258,8 +259,10 @@ def _call(call: Mapping[str, Any], where: str) -> JsonDict:
 
 def _read_json(text: str, what: str) -> Any:
     try:
-        return msgspec.json.decode(text)
-    except (msgspec.DecodeError, RecursionError) as error:
+        value = msgspec.json.decode(text)
+        check_depth(text, value)
+        return value
+    except (ValueError, RecursionError) as error:
         raise RowRejected("wrong_roles", f"{what} cannot be read as JSON ({error})") from error
 
 
