@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from paceline.atomic_files import write_text
 from paceline.checkpoint import checkpoints, run_directory
 from paceline.config import tasks_in_flight
 from paceline.device import deterministic_algorithms, device_errors, own_device
@@ -305,7 +306,7 @@ def _log_failure(run: Run, error: PacelineError, observer: AnyObserver) -> None:
     if notes:
         name = "failure.log" if run.nodes.first else f"failure-machine-{run.nodes.here.number}.log"
         try:
-            (run.run_dir / name).write_text("\n".join([*error.errors, *notes]) + "\n", encoding="utf-8")
+            write_text(run.run_dir / name, "\n".join([*error.errors, *notes]) + "\n")
         except OSError as unwritten:
             observer.warn(f"{run.run_dir / name}: traceback not written ({unwritten.strerror})")
     observer.event("failure", error=str(error))

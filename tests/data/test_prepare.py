@@ -429,3 +429,11 @@ def test_modes_that_are_rare_are_told(
     rows.append({"messages": [{"role": "user", "content": "2 + 2?"}, thinks]})
     report = run(write_rows(rows), tmp_path / "store", family_folder(families.THINKING))
     assert any(warning.startswith("only ") and "thinking" in warning for warning in report.warnings)
+
+
+def test_a_link_in_place_of_the_stores_lock_is_refused(tmp_path: Path, chatml: str, write_rows: Write) -> None:
+    (tmp_path / "theirs").write_text("precious")
+    (tmp_path / ".store.lock").symlink_to(tmp_path / "theirs")
+    with pytest.raises(DataError, match=r"store\.lock: cannot be made or locked .*it is a link to .*theirs") as error:
+        run([write_rows([chat("Hi", "Hello.")])], tmp_path / "store", chatml)
+    assert len(error.value.errors) == 1 and (tmp_path / "theirs").read_text() == "precious"

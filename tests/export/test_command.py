@@ -215,3 +215,15 @@ def test_another_target_is_refused(run_dir, tmp_path, demo_assets) -> None:
         "drafter: hidden_size 128",
         "drafter: vocab_size 2048",
     ]
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"report": 3}', "[" * 5000])
+def test_a_damaged_store_is_one_line(run_dir, content) -> None:
+    store = run_dir / "store"
+    store.mkdir()
+    (store / "manifest.json").write_text(content)
+    with pytest.raises(ExportError, match=r"manifest\.json: damaged \(.+\); prepare the data again, or move") as error:
+        run([str(run_dir)])
+    assert len(error.value.errors) == 1
+    (store / "manifest.json").unlink()
+    assert run([str(run_dir), "--golden", "none"]) == 0

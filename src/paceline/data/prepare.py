@@ -229,6 +229,7 @@ def _locked(store: Path, waiting: Callable[[], None]) -> Generator[None]:
     lock = filelock.FileLock(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        os.close(atomic_files.open_itself(path, os.O_WRONLY | os.O_CREAT))
         try:
             lock.acquire(blocking=False)
         except filelock.Timeout:

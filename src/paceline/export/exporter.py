@@ -32,7 +32,7 @@ from paceline.export.zlab import write_zlab
 from paceline.target_model.facts import describe_target
 from paceline.target_model.load import load_target
 from paceline.target_model.shared_weights import load_shared_weights
-from paceline.text import parsed_json
+from paceline.text import first_line, parsed_json
 from paceline.types import TargetFacts
 from paceline.version import __version__
 
@@ -118,8 +118,25 @@ def origin_of_run(run_dir: Path, step: int) -> Origin:
 
 
 def _data_report(store: Path) -> dict[str, Any]:
+    """The report in the store's manifest; empty where the store is gone.
+
+    Raises:
+        ExportError: the manifest is damaged.
+    """
     manifest = store / "manifest.json"
-    return parsed_json(manifest.read_text(encoding="utf-8")).get("report", {}) if manifest.is_file() else {}
+    if not manifest.is_file():
+        return {}
+    try:
+        found = parsed_json(manifest.read_text(encoding="utf-8"))
+        report = found.get("report", {}) if isinstance(found, dict) else None
+        if not isinstance(report, dict):
+            raise ValueError("it holds no report")
+    except (OSError, ValueError) as error:
+        raise ExportError(
+            f"{manifest}: damaged ({first_line(error)}); prepare the data again, or move the store away to export "
+            "without its figures"
+        ) from error
+    return report
 
 
 def drafter_of_folder(folder: Path, target: str | None, adapter: str | None = None) -> TrainedDrafter:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from torch.profiler import ProfilerActivity, profile
 
+from paceline.atomic_files import replacing
 from paceline.device import num_cards
 
 PROFILE_FILE = "profile.json"
@@ -60,9 +61,8 @@ class StepProfile:
         running, self._running, self._steps = self._running, None, None
         with without_marks():
             running.stop()
-        aside = self._path.with_name(self._path.name + ".part")
-        running.export_chrome_trace(str(aside))
-        aside.replace(self._path)
+        with replacing(self._path) as aside:
+            running.export_chrome_trace(str(aside))
 
 
 @contextlib.contextmanager
