@@ -127,3 +127,14 @@ def test_a_server_that_ends_by_itself_is_one_line(exported, tmp_path, capsys) ->
         assert "a program listens there already" in capsys.readouterr().err
     assert main([*words, "--port", str(port)]) == 1
     assert "the server ended with exit code 3" in capsys.readouterr().err
+
+
+def test_a_folder_that_the_engine_serves_otherwise_is_refused(exported, capsys) -> None:
+    path = exported / "export" / "zlab" / "paceline.json"
+    note = json.loads(path.read_text())
+    assert note["target"]["embedding_scale"] == 1.0
+    note["target"]["embedding_scale"] = 9.5
+    path.write_text(json.dumps(note))
+    assert main(["serve", str(exported)]) == 1
+    said = capsys.readouterr()
+    assert not said.out and "not for vLLM: vLLM drops the scale of the target's embedding; export with" in said.err

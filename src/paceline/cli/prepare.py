@@ -259,9 +259,10 @@ def render(report: PrepareReport, use: StoreUse | None = None) -> Text:
     warned = "\n".join(report.warnings)
     noted = {key: count for key, count in report.notes.items() if NOTES[key] not in warned}
     text.append(_counts("noted", noted, NOTES, known))
-    if report.tags:
+    telling = {tag: total for tag, total in report.tags.items() if total.samples != report.samples}
+    if telling:
         text.append("\ntags (samples, supervised tokens, share of them that is lost)\n")
-        for tag, total in report.tags.items():
+        for tag, total in telling.items():
             lost = percent(total.lost / (total.supervised_tokens + total.lost)) if total.lost else ""
             text.append(f"  {tag:<20} {total.samples:>10,} {total.supervised_tokens:>14,} {lost:>6}\n")
     for warning in report.warnings:

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -108,6 +108,7 @@ def _words(arguments: Arguments) -> tuple[list[str], list[str]]:
         if "drafter" not in note:
             raise ExportError(f"{folder}: no folder that paceline exported (its paceline.json is missing)")
         spec = DrafterSpec.from_dict(note["drafter"])
+        target = replace(target, embedding_scale=note["target"].get("embedding_scale", 1.0))
         if reason := obstacles(spec, note["format"], target).get(engine, ""):
             raise ExportError(f"{folder}: not for {engine}: {reason}")
     words = serving_words(engine, target.path, target, spec=spec, folder=str(folder))

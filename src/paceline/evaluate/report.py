@@ -158,7 +158,9 @@ def table_rows(report: EvaluationReport) -> list[tuple[str, str]]:
     if report.set_aside:
         rows.append(("prompts set aside, too long for the target", str(len(report.set_aside))))
     rows += [(f"draft {rate.slot} accepted, given those before", _share(rate.conditional)) for rate in report.slots]
-    rows += [(f"τ, tag {escape(tag)}", f"{entry.tau:.3f}") for tag, entry in report.by_tag.items()]
+    # A tag of all prompts separates nothing.
+    telling = {tag: entry for tag, entry in report.by_tag.items() if entry.passes != report.passes}
+    rows += [(f"τ, tag {escape(tag)}", f"{entry.tau:.3f}") for tag, entry in telling.items()]
     rows += [(f"τ, context {name} tokens", f"{entry.tau:.3f}") for name, entry in report.by_context.items()]
     return rows
 
