@@ -88,7 +88,7 @@ def train(run: Run, *, notice: Callable[[str], None], console: Console | None = 
         _note_start(run, observer)
         completed, saves = StepMetrics(run), CheckpointPolicy(run, observer)
         with (
-            GracefulStop(notice) as stop,
+            GracefulStop(notice, saves.ask) as stop,
             background_evaluation(run, observer, stop) as evaluation,
             deterministic_algorithms(run.settings.train.deterministic),
         ):

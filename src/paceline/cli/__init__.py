@@ -15,6 +15,7 @@ COMMANDS = {
     "check": "pre-flight of one run: target, data, memory, time; each line passes, warns or fails",
     "train": "train a drafter, or resume a run",
     "fork": "a new run that continues from a checkpoint of another one, with other settings",
+    "signal": "ask a run that trains for a checkpoint, or to stop",
     "status": "where a run is: step, time left, speed, last warnings, next checkpoint",
     "evaluate": "decode held-out prompts speculatively and measure acceptance length",
     "export": "drafter folder for SGLang, vLLM and z-lab dflash",

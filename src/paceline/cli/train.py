@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -80,6 +81,7 @@ def train_run(settings: Settings, *, yes: bool = False) -> Outcome:
     """
     from paceline.pipeline.multinode import joined, this_node
 
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # `paceline signal` may come before the first step
     here, run_dir = this_node(), Path(settings.run_dir)
     held = hold_run(run_dir) if here.number == 0 else nullcontext()
     quiet = settings.observe.console == "quiet"

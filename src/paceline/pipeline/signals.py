@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: the first asks for an orderly stop, the second interrupts."""
+"""Ctrl-C and SIGTERM: the first asks for an orderly stop, the second interrupts. SIGUSR1 asks for a checkpoint."""
 
 from __future__ import annotations
 
@@ -13,10 +13,14 @@ class GracefulStop:
 
     Used as a context manager around the loop; calling it says whether a stop was asked for. `training` is set by the
     loop with its first step.
+
+    Args:
+        notice: called with what the user should know.
+        save: called where somebody asks for a checkpoint.
     """
 
-    def __init__(self, notice: Callable[[str], None]) -> None:
-        self._notice, self._asked, self.training = notice, False, False
+    def __init__(self, notice: Callable[[str], None], save: Callable[[], None] = lambda: None) -> None:
+        self._notice, self._save, self._asked, self.training = notice, save, False, False
         self._before: dict[signal.Signals, Any] = {}
 
     def __call__(self) -> bool:
@@ -26,6 +30,7 @@ class GracefulStop:
     def __enter__(self) -> GracefulStop:
         for number in (signal.SIGINT, signal.SIGTERM):
             self._before[number] = signal.signal(number, self._react)
+        self._before[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, lambda number, frame: self._save())
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -61,11 +61,16 @@ class CheckpointPolicy:
         self._since, self._last, self._note = clock(), run.first_step, {}
         self._files = RunFiles.of(run.run_dir)
         self._lost: str | None = None
+        self._asked = False
+
+    def ask(self) -> None:
+        """A checkpoint is due after the open step."""
+        self._asked = True
 
     def due(self, planned: PlannedStep) -> bool:
-        """Where the plan says so, and when `checkpoint.every_minutes` have gone by."""
+        """Where the plan says so, when it was asked for, and when `checkpoint.every_minutes` have gone by."""
         minutes = self._run.settings.checkpoint.every_minutes
-        return planned.save or (minutes is not None and self._clock() - self._since >= 60 * minutes)
+        return planned.save or self._asked or (minutes is not None and self._clock() - self._since >= 60 * minutes)
 
     def announce(self, step: int) -> Mapping[str, Any]:
         """Has everything up to the step written down; the place in the plan and the metrics that the best is found by.
@@ -87,7 +92,7 @@ class CheckpointPolicy:
             "micro_batches": sum(len(planned.batches) for planned in steps[:step]),
             **note_of(best, values),
         }
-        self._since, self._last = self._clock(), step
+        self._since, self._last, self._asked = self._clock(), step, False
         return self._note
 
     def check(self) -> None:
