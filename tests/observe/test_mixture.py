@@ -135,6 +135,16 @@ def test_small_windows_that_jump_are_told_what_would_help(tmp_path: Path) -> Non
     assert found.advice.startswith("raise plan.accumulate")
 
 
+def test_a_stratified_plan_is_never_warned_of(tmp_path: Path) -> None:
+    """Nothing in the plan could be done better, however the loss jumps."""
+    run_dir = simulate(tmp_path, "bucketed", "shuffled", accumulate=4, length_effect=0.5, plan={})
+    settings = run_dir / "settings.yaml"
+    assert "loss-jitter" in warnings_of(run_dir)
+    settings.write_text(settings.read_text().replace("schedule: shuffled", "schedule: stratified"))
+    (found,) = [finding for finding in diagnose(read_history(run_dir)) if finding.key == "loss-jitter"]
+    assert found.level == "info" and found.advice.startswith("raise plan.accumulate")
+
+
 @pytest.mark.parametrize("accumulate", [2, 4, 8])
 def test_a_plan_that_draws_windows_by_chance_is_named(tmp_path: Path, accumulate: int) -> None:
     run_dir = simulate(tmp_path, "bucketed", "shuffled", accumulate=accumulate, length_effect=0.5, plan={})

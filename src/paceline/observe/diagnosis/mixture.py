@@ -203,7 +203,8 @@ def loss_jitter(run: History) -> list[Finding]:
         f"{percent(found.explained)} of the variance of the {loss} comes from which {kinds} a {line} holds{how}. "
         f"The loss scatters by ±{percent(found.relative)} around its trend."
     )
-    if found.by_chance >= BY_CHANCE:
+    # Stratified windows are the best that a plan can do; one that fails to be is found by `one_sided_steps`.
+    if found.by_chance >= BY_CHANCE and (schedule != "stratified" or kinds == "tags"):
         return [Finding("loss-jitter", "warning", text, advice)]
     size = f"{run.pooled('window/micro_batches'):.1f} micro-batches"
     return [Finding("loss-jitter", "info", f"{text} A window of {size} cannot do much better.", advice)]
