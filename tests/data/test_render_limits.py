@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from paceline.cli import main
-from paceline.data.render_limits import Stopwatch, TooSlow, limited_memory
+from paceline.data.render_limits import TooSlow, limited_memory, limited_time
 
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 DOUBLES = (
@@ -57,28 +57,23 @@ def test_a_template_without_end_is_one_line(
 
 
 def test_time_counts_for_one_block_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The timer of the first block looks while another one runs, which has all of its own time."""
+    """Every block has all of the time, whatever the blocks before it took, and nothing is left of it afterwards."""
     monkeypatch.setattr("paceline.data.render_limits.SECONDS", 0.2)
-    watch, fired = Stopwatch(), []
-    look = watch._look
-    monkeypatch.setattr(watch, "_look", lambda *of_signal: (fired.append(time.monotonic()), look(*of_signal)))
-    began = time.monotonic()
-    while len(fired) < 2:
-        with watch:
-            end = time.monotonic() + 0.03
-            while time.monotonic() < end:
-                pass
-        assert time.monotonic() < began + 20
-    with pytest.raises(TooSlow), watch:
-        while time.monotonic() < began + 40:
-            pass
-    # Outside of all blocks it fires at most once more, and raises nothing.
-    with watch:
+    handler = signal.getsignal(signal.SIGVTALRM)
+    for _ in range(4):
+        with limited_time():
+            compute(0.1)
+    with pytest.raises(TooSlow), limited_time():
+        compute(40)
+    assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0.0, 0.0)
+    assert signal.getsignal(signal.SIGVTALRM) == handler
+    compute(0.3)
+
+
+def compute(seconds: float) -> None:
+    end = time.process_time() + seconds
+    while time.process_time() < end:
         pass
-    while watch._armed:
-        signal.sigtimedwait([], 0.05)
-        assert time.monotonic() < began + 60
-    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 
 
 def test_the_memory_limit_ends_with_its_block() -> None:

@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from paceline.data.assistant_turn import Said
-from paceline.data.render_limits import SECONDS, STOPWATCH, TooSlow
+from paceline.data.render_limits import SECONDS, TooSlow, limited_time
 from paceline.data.rows import Conversation, RowRejected
 from paceline.data.thinking import EMPTY_THOUGHT, REASONING_KEYS, ThinkingSwitch, find_switches, read_source
 from paceline.data.tokenizer import chat_template
@@ -253,7 +253,7 @@ class Renderer:
         chats: list[list[JsonDict]] = [conversation.messages[:end] for end in ends]
         named = {"tools": conversation.tools, "add_generation_prompt": generation, **self._special, **variables}
         try:
-            with STOPWATCH:
+            with limited_time():
                 # A thought makes transformers fill in the other names under which templates read it.
                 if not spans and all(map(_REASONING.isdisjoint, conversation.messages)):
                     return [self._compiled[template](messages=chat, **named) for chat in chats], []

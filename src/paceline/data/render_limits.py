@@ -9,7 +9,6 @@ from __future__ import annotations
 import signal
 import sys
 import threading
-import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,40 +24,26 @@ class TooSlow(Exception):
     """A rendering did not end in time."""
 
 
-class Stopwatch:
-    """Raises `TooSlow` in a block that takes more than `SECONDS`; in the main thread of a process only.
+@contextmanager
+def limited_time() -> Generator[None]:
+    """Raises `TooSlow` in a block that computes for more than `SECONDS`; in the main thread of a process only.
 
-    It costs two attributes a block: the timer runs on over many blocks, and looks when it fires.
+    The clock counts what the process computes, so a loaded or suspended machine makes no template too slow.
     """
-
-    def __init__(self) -> None:
-        self._began: float | None = None
-        self._armed = False
-
-    def __enter__(self) -> None:
-        self._began = time.monotonic()
-        if not self._armed and threading.current_thread() is threading.main_thread():
-            self._armed = True
-            signal.signal(signal.SIGALRM, self._look)
-            signal.setitimer(signal.ITIMER_REAL, SECONDS)
-
-    def __exit__(self, *_: object) -> None:
-        self._began = None
-
-    def _look(self, number: int, frame: FrameType | None) -> None:
-        if self._began is None:
-            self._armed = False
-            return
-        left = self._began + SECONDS - time.monotonic()
-        if left > 0:
-            signal.setitimer(signal.ITIMER_REAL, left)
-            return
-        self._armed = False
-        raise TooSlow
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGVTALRM, _too_slow)
+    signal.setitimer(signal.ITIMER_VIRTUAL, SECONDS)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
 
 
-STOPWATCH = Stopwatch()
-"""One for the process, as there is one timer."""
+def _too_slow(number: int, frame: FrameType | None) -> None:
+    raise TooSlow
 
 
 @contextmanager
