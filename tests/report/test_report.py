@@ -15,6 +15,7 @@ from paceline.cli import report as command
 from paceline.cli.command import guarded
 from paceline.errors import RunDirectoryError
 from paceline.report.drawing import SERIES
+from paceline.report.page import _sentence
 from paceline.report.report import write_report
 
 VOID = {"meta", "link", "br", "img", "input"}
@@ -161,6 +162,11 @@ def test_findings_have_their_advice(make_run):
     text = write_report(make_run(skipped=(39, 40))).read_text(encoding="utf-8")
     assert '<li class="warning"><b>Warning</b>2 steps were skipped' in text
     assert "<small>Lower optimizer.lr or look at the samples of that step.</small>" in text
+
+
+def test_an_advice_that_begins_with_a_setting_keeps_its_name():
+    assert _sentence("plan.strategy: grid wastes least") == "plan.strategy: grid wastes least."
+    assert _sentence("raise plan.accumulate") == "Raise plan.accumulate."
 
 
 def test_captions_say_what_a_line_is(make_run):

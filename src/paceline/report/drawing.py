@@ -92,6 +92,8 @@ class Drawing:
         elif form == "short":
             axes.yaxis.set_major_formatter(FuncFormatter(tick))
         _name_ends(axes, _thinned(self.ends))
+        if not self.ends:  # no names: the axes may have their room, but for half of the last tick label
+            self.figure.subplots_adjust(right=1 - 0.25 / self.figure.get_figwidth())
 
 
 @contextlib.contextmanager

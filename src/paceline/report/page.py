@@ -79,9 +79,15 @@ def _templates() -> Environment:
         "size": size,
         "shortened": shortened,
         "unbroken": _unbroken,
+        "sentence": _sentence,
         "count": lambda number: f"{number:,}",
     }
     return found
+
+
+def _sentence(text: str) -> str:
+    """A capital letter first, but in the name of a setting, and a full stop last."""
+    return (text if "." in text.split()[0] else text[0].upper() + text[1:]) + "."
 
 
 def _unbroken(text: str) -> str:
