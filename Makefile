@@ -10,7 +10,7 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM = false
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: help demo demo-smollm2 test test-fast test-browser test-versions test-serving test-serving-quick .venv-vllm check format bench gpu chaos mutants fuzz clean
+.PHONY: help demo demo-smollm2 docs test test-fast test-browser test-versions test-serving test-serving-quick .venv-vllm check format bench gpu chaos mutants fuzz clean
 
 help:  ## this list
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -38,6 +38,9 @@ test-browser: $(VENV)/.installed-dev  ## the report in a real Chromium; PICTURES
 
 test-versions: $(VENV)/.installed-dev  ## the fast tests on every other supported Python that is installed
 	$(BIN)/python scripts/other_pythons.py -n auto --dist loadfile -q -m "not slow and not oracle and not sweep" $(FAST_TESTS)
+
+docs: $(VENV)/.installed-dev  ## the pages of docs/ as a site with a search, in site/; warnings are errors
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 check: $(VENV)/.installed-dev  ## lint, types, import contract
 	$(BIN)/ruff check .
