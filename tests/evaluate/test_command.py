@@ -10,7 +10,7 @@ import pytest
 
 from paceline.cli import evaluate as command
 from paceline.cli import main
-from paceline.cli.evaluate import _device_of
+from paceline.cli.evaluate import device_of
 from paceline.config import DrafterConfig, load_settings
 from paceline.data.tokenizer import load_tokenizer
 from paceline.drafter.network import Drafter
@@ -202,7 +202,7 @@ def test_all_drafters_are_checked_before_the_first_decodes(target, folder, demo_
 def test_a_run_is_decoded_as_it_was_trained(devices, cards, expected, said, capsys, monkeypatch):
     monkeypatch.setattr("paceline.device.num_cards", lambda: cards)
     settings = load_settings(None, {"run_dir": ".", "target.path": "x", "flow.target_devices": json.dumps(devices)})
-    assert _device_of(settings) == expected
+    assert device_of(settings) == expected
     assert capsys.readouterr().err.startswith(said)
     assert settings.decode_dtype == conditions_of(settings.target, settings.evaluate)["dtype"] == "bfloat16"
     exact = load_settings(None, {"run_dir": ".", "target.path": "x", "evaluate.dtype": "float64"})

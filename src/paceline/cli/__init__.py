@@ -18,6 +18,7 @@ COMMANDS = {
     "signal": "ask a run that trains for a checkpoint, or to stop",
     "status": "where a run is: step, time left, speed, last warnings, next checkpoint",
     "evaluate": "decode held-out prompts speculatively and measure acceptance length",
+    "chat": "answer a prompt of yours with accepted drafts in color, and the speed with and without the drafter",
     "export": "drafter folder for SGLang, vLLM and z-lab dflash",
     "serve": "the command that serves target and drafter with vLLM or SGLang, or a server that it starts",
     "report": "one HTML file that explains a run",

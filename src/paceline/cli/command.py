@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import MISSING, fields
 from itertools import pairwise
 from pathlib import Path
@@ -62,8 +62,28 @@ def parse(
     if missing and not argv:
         example = next(prog + line.partition(prog)[2] for line in description.splitlines() if f"{prog} " in line)
         raise ConfigError(f"{missing[0]}: not given; for example: {example}")
-    arguments, rest = tyro.cli(kind, args=list(argv), prog=prog, description=description, return_unknown_args=True)
-    return arguments, _dotted(rest, allowed=settings, prog=prog)
+    own = {entry.name for entry in fields(cast(Any, kind))}
+    words, of_settings = _apart(argv, own) if settings else (list(argv), [])
+    arguments, rest = tyro.cli(kind, args=words, prog=prog, description=description, return_unknown_args=True)
+    return arguments, _dotted([*rest, *of_settings], allowed=settings, prog=prog)
+
+
+def _apart(argv: Sequence[str], own: Collection[str]) -> tuple[list[str], list[str]]:
+    """The words of a command's own arguments, and flags of settings with their values.
+
+    What tyro does not know it leaves, but a value after such a flag would fill a place of the command's arguments.
+    """
+    words, of_settings = [], []
+    waits = False
+    for word in argv:
+        name = word[2:].partition("=")[0].replace("-", "_")
+        if word.startswith("--") and name in known_names() and name not in own:
+            of_settings.append(word)
+            waits = "=" not in word
+        else:
+            (of_settings if waits and not word.startswith("--") else words).append(word)
+            waits = False
+    return words, of_settings
 
 
 def _sections() -> set[str]:

@@ -94,15 +94,15 @@ def run(argv: Sequence[str]) -> int:
     if given := [name for name in ("baseline", "model", "key_variable") if getattr(arguments, name) is not None]:
         raise ConfigError(f"--{given[0].replace('_', '-')}: belongs to --server; give the server's address too")
     if arguments.device is not None:
-        _check_device(arguments.device)
+        check_device(arguments.device)
     sources = [source_of(path, arguments, overrides) for path in arguments.drafters]
     # All are read and checked before the first is decoded, which may take long.
     loaded = [load_network(path, step) for path, (_, step) in zip(arguments.drafters, sources, strict=True)]
     for path, (settings, _), (network, _) in zip(arguments.drafters, sources, loaded, strict=True):
-        _check_target(path, settings, network, other_target=arguments.other_target)
+        check_target_of(path, settings, network, other_target=arguments.other_target)
     reports: dict[str, EvaluationReport] = {}
     for path, (settings, _), (network, at) in zip(arguments.drafters, sources, loaded, strict=True):
-        device = arguments.device or _device_of(settings)
+        device = arguments.device or device_of(settings)
         report = evaluate_drafter(settings, network, title=str(path), device=device, check_lossless=arguments.lossless)
         reports[str(path)] = report
         for line in report.set_aside:
@@ -133,7 +133,7 @@ def _is_own(path: Path, settings: Settings, arguments: Arguments) -> bool:
     return same and arguments.prompts is None and settings.target == ours.target
 
 
-def _check_device(name: str) -> None:
+def check_device(name: str) -> None:
     """Refuse a device that this machine does not have."""
     from paceline.device import why_missing
 
@@ -142,7 +142,7 @@ def _check_device(name: str) -> None:
             raise ConfigError(f"--device {reason}")
 
 
-def _device_of(settings: Settings) -> str:
+def device_of(settings: Settings) -> str:
     """Where a run's first target ran; cpu where this machine does not have that, which is said."""
     from paceline.device import why_missing
 
@@ -157,19 +157,7 @@ def source_of(path: Path, arguments: Arguments, overrides: Mapping[str, str]) ->
     """Settings under which a drafter is evaluated, and its step."""
     from paceline.data.holdout import heldout_files
 
-    step = None
-    if is_run_directory(path):
-        settings = read_run_settings(path, overrides)
-        step = command.step_of_run(path, arguments.step, best=arguments.best)
-    elif (path / "config.json").is_file():
-        if arguments.target is None:
-            raise ConfigError(f"{path}: is a drafter folder; name its target with --target")
-        command.no_step_of_folder(path, arguments.step, best=arguments.best)
-        settings = _bare_settings(arguments.target, overrides)
-    else:
-        raise ConfigError(f"{path}: neither a run directory nor a drafter folder; train or export first")
-    if arguments.target is not None:
-        settings = settings.model_copy(update={"target": settings.target.model_copy(update={"path": arguments.target})})
+    settings, step = settings_of(path, arguments.step, arguments.target, overrides, best=arguments.best)
     if arguments.prompts is not None:
         settings = settings.model_copy(
             update={"data": settings.data.model_copy(update={"heldout": list(arguments.prompts)})}
@@ -185,7 +173,31 @@ def source_of(path: Path, arguments: Arguments, overrides: Mapping[str, str]) ->
     return settings, step
 
 
-def _check_target(path: Path, settings: Settings, network: Drafter, *, other_target: bool) -> None:
+def settings_of(
+    path: Path, step: int | None, target: str | None, overrides: Mapping[str, str], *, best: bool
+) -> tuple[Settings, int | None]:
+    """Settings of a run or of a drafter folder with a target, and the checkpoint that is asked for (None: the newest).
+
+    Raises:
+        ConfigError: it is neither, or flags that do not go with it.
+    """
+    at = None
+    if is_run_directory(path):
+        settings = read_run_settings(path, overrides)
+        at = command.step_of_run(path, step, best=best)
+    elif (path / "config.json").is_file():
+        if target is None:
+            raise ConfigError(f"{path}: is a drafter folder; name its target with --target")
+        command.no_step_of_folder(path, step, best=best)
+        settings = _bare_settings(target, overrides)
+    else:
+        raise ConfigError(f"{path}: neither a run directory nor a drafter folder; train or export first")
+    if target is not None:
+        settings = settings.model_copy(update={"target": settings.target.model_copy(update={"path": target})})
+    return settings, at
+
+
+def check_target_of(path: Path, settings: Settings, network: Drafter, *, other_target: bool) -> None:
     """Refuse a target other than the one that a run or an exported folder notes."""
     from paceline.export.compatibility import check_target
     from paceline.export.folder import read_note

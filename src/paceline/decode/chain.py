@@ -14,7 +14,7 @@ from torch import Tensor
 from paceline.decode.answers import Decoded
 from paceline.decode.compatibility import check_pair
 from paceline.decode.draft_session import DraftSession
-from paceline.decode.loop import PassTokens, decode_prompt, draft_logits, inference
+from paceline.decode.loop import OnTokens, PassTokens, decode_prompt, draft_logits, inference
 from paceline.decode.sampling import Greedy, TokenChooser
 from paceline.decode.session import TargetSession
 
@@ -62,6 +62,7 @@ def speculative_decode(
     stop_ids: Collection[int] = (),
     choice: TokenChooser | None = None,
     without_features: bool = False,
+    on_tokens: OnTokens | None = None,
 ) -> Decoded:
     """Answers one prompt with chains of drafts.
 
@@ -73,6 +74,7 @@ def speculative_decode(
         stop_ids: tokens that end an answer.
         choice: greedy where None, else e.g. `Sampled`.
         without_features: the negative control: the drafter gets zeros instead of the target's states.
+        on_tokens: called while the answer grows, see `OnTokens`.
 
     Raises:
         DataError: an empty prompt, or one longer than the target's positions.
@@ -81,4 +83,6 @@ def speculative_decode(
     check_pair(target, network.spec)
     choice = choice or Greedy()
     chain = Chain(DraftSession(network), choice, without_features=without_features)
-    return decode_prompt(target, prompt_ids, chain, choice, max_new_tokens=max_new_tokens, stop_ids=stop_ids)
+    return decode_prompt(
+        target, prompt_ids, chain, choice, max_new_tokens=max_new_tokens, stop_ids=stop_ids, on_tokens=on_tokens
+    )

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 Arguments = ParamSpec("Arguments")
 Returned = TypeVar("Returned")
+OnTokens = Callable[[list[int], int], None]
+"""Called with the tokens that a pass added to an answer, and how many of a pass's first tokens are accepted drafts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +102,7 @@ def decode_prompt(
     max_new_tokens: int,
     stop_ids: Collection[int],
     branches: bool = False,
+    on_tokens: OnTokens | None = None,
 ) -> Decoded:
     """Answers one prompt.
 
@@ -111,6 +114,7 @@ def decode_prompt(
         max_new_tokens: longest answer, exact to the token.
         stop_ids: tokens that end an answer.
         branches: whether several continuations are read at once, which not every target can.
+        on_tokens: see `OnTokens`.
 
     Raises:
         DataError: an empty prompt, or one longer than the target's positions.
@@ -126,15 +130,19 @@ def decode_prompt(
     token = choice.token(logits[-1])
     answer.add([token])
     prompted = time.perf_counter()
+    if on_tokens is not None:
+        on_tokens([token], 0)
     passes: list[Pass] = []
     while answer.finish is None:
-        position = session.length
+        position, before = session.length, len(answer.ids)
         found = strategy.advance(session, token, answer.room)
         if found.num_drafts is None:
             answer.add(found.tokens)
         else:
             passes.append(answer.add_pass(position, found.num_drafts, found.tokens))
         token = found.tokens[-1]
+        if on_tokens is not None:
+            on_tokens(answer.ids[before:], len(found.tokens) - 1)
     seconds = time.perf_counter() - prompted
     return Decoded(answer.ids, answer.finish, passes, seconds, prompted - started, session.replayed_tokens)
 
@@ -154,9 +162,11 @@ def plain_decode(
     max_new_tokens: int,
     stop_ids: Collection[int] = (),
     choice: TokenChooser,
+    on_tokens: OnTokens | None = None,
 ) -> Decoded:
     """Answers one prompt token by token with any choice of tokens."""
-    return decode_prompt(target, prompt_ids, Plain(choice), choice, max_new_tokens=max_new_tokens, stop_ids=stop_ids)
+    limits = {"max_new_tokens": max_new_tokens, "stop_ids": stop_ids, "on_tokens": on_tokens}
+    return decode_prompt(target, prompt_ids, Plain(choice), choice, **limits)
 
 
 @torch.no_grad()

@@ -18,7 +18,7 @@ from paceline.decode.answers import Decoded
 from paceline.decode.compatibility import check_pair
 from paceline.decode.draft_session import DraftSession
 from paceline.decode.draft_tree import DraftTree, build_tree
-from paceline.decode.loop import PassTokens, decode_prompt, draft_logits, inference
+from paceline.decode.loop import OnTokens, PassTokens, decode_prompt, draft_logits, inference
 from paceline.decode.sampling import Greedy, TokenChooser
 from paceline.decode.session import TargetSession
 
@@ -71,6 +71,7 @@ def tree_decode(
     temperature: float = 1.0,
     chain: bool = False,
     choice: TokenChooser | None = None,
+    on_tokens: OnTokens | None = None,
 ) -> Decoded:
     """Answers one prompt with draft trees.
 
@@ -84,6 +85,7 @@ def tree_decode(
         temperature: of the tree, see `build_tree`.
         chain: whether trees start with the chain.
         choice: how the target chooses; greedy where None.
+        on_tokens: called while the answer grows, see `OnTokens`.
 
     Raises:
         TargetError: the target has recurrent layers, where branches that fall cannot be left out, or takes no masks.
@@ -92,9 +94,8 @@ def tree_decode(
     check_pair(target, network.spec)
     choice = choice or Greedy()
     tree = Tree(DraftSession(network), choice, budget, temperature=temperature, chain=chain)
-    return decode_prompt(
-        target, prompt_ids, tree, choice, max_new_tokens=max_new_tokens, stop_ids=stop_ids, branches=True
-    )
+    limits = {"max_new_tokens": max_new_tokens, "stop_ids": stop_ids, "on_tokens": on_tokens}
+    return decode_prompt(target, prompt_ids, tree, choice, **limits, branches=True)
 
 
 def _verify(

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.config import DataConfig, EvaluateConfig, TargetConfig
+from paceline.data.token_text import text_pieces
 from paceline.data.tokenizer import load_tokenizer
 from paceline.decode.loop import greedy_decode
 from paceline.device import main_device
@@ -111,18 +112,3 @@ def conditions_of_prompts(prompts: Sequence[Prompt], data: DataConfig) -> dict[s
         "prompts": hashlib.sha256(repr([prompt.ids for prompt in prompts]).encode()).hexdigest()[:16],
         "files": [Path(name).name for name in data.heldout],
     }
-
-
-def text_pieces(tokenizer: Any, ids: Sequence[int]) -> list[str]:
-    """The text that each token adds; the bytes of a character that spans tokens are shown with the last of them."""
-    pieces: list[str] = []
-    # Spaces depend on the token before, so each token is decoded behind the piece that came before it.
-    before, begun = 0, 0
-    for end in range(1, len(ids) + 1):
-        shown, whole = (tokenizer.decode(list(ids[before:stop]), skip_special_tokens=False) for stop in (begun, end))
-        if whole.endswith("\ufffd") and end < len(ids):
-            pieces.append("")
-            continue
-        pieces.append(whole[len(shown) :])
-        before, begun = begun, end
-    return pieces
