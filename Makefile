@@ -4,13 +4,16 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
 
+RECORD := $(BIN)/python scripts/terminal_recording.py --hide "$(CURDIR)/"
+PROMPT := Write a class `StrReplace` that keeps the fields `old`, `new`, `count=-1`.
+
 FAST_TESTS := tests/config tests/plan tests/checkpoint tests/cli tests/drafter tests/data $(wildcard tests/test_*.py)
 
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM = false
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: help demo demo-smollm2 docs test test-fast test-browser test-versions test-serving test-serving-quick .venv-vllm check format bench gpu chaos mutants fuzz clean
+.PHONY: help demo demo-smollm2 docs pictures test test-fast test-browser test-versions test-serving test-serving-quick .venv-vllm check format bench gpu chaos mutants fuzz clean
 
 help:  ## this list
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -41,6 +44,13 @@ test-versions: $(VENV)/.installed-dev  ## the fast tests on every other supporte
 
 docs: $(VENV)/.installed-dev  ## the pages of docs/ as a site with a search, in site/; warnings are errors
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+pictures: $(VENV)/.installed-dev  ## the README's pictures again: a recorded demo (minutes), its report in Chromium, the plan
+	rm -rf runs/demo
+	$(RECORD) docs/img/demo.svg --typed "make demo" -- $(BIN)/paceline demo --run-dir runs/demo
+	$(RECORD) docs/img/chat.svg --rows 17 --every-s 0.05 --longest-s 0.15 -- $(BIN)/paceline chat runs/demo '$(PROMPT)'
+	$(BIN)/python scripts/report_pictures.py runs/demo docs/img
+	$(BIN)/paceline plan benchmarks/data/lengths-902087.npz --plot docs/img/plan-grid-stratified.png
 
 check: $(VENV)/.installed-dev  ## lint, types, import contract
 	$(BIN)/ruff check .

@@ -36,6 +36,13 @@ def test_nothing_is_loaded_from_another_host(site: Path) -> None:
         assert re.findall(r"(?:url\(|@import )[\"']?(?:https?:)?//", style.read_text(encoding="utf-8")) == [], style
 
 
+def test_what_the_readme_links_to_is_there(project: Path) -> None:
+    text = (project / "README.md").read_text(encoding="utf-8")
+    links = re.findall(r"\]\((?!https?:)([^)#\s]+)|(?:src|srcset)=\"([^\"]+)\"", text)
+    assert len(links) > 25
+    assert [link for link in map("".join, links) if not (project / link).exists()] == []
+
+
 @pytest.mark.browser
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium installed")
 def test_a_page_opened_from_a_folder_can_be_searched(site: Path, tmp_path: Path) -> None:

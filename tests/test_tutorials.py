@@ -48,7 +48,9 @@ def run_all(asked: Sequence[list[str]], capfd: pytest.CaptureFixture[str]) -> No
 def test_the_first_drafter(project, tmp_path, monkeypatch, capfd) -> None:
     monkeypatch.chdir(tmp_path)
     asked = commands(project / "docs" / "first.md")
-    assert [words[0] for words in asked] == ["demo", "status", "report", "fork", "train", "evaluate", "report"]
+    assert [words[0] for words in asked] == [
+        "demo", "status", "report", "chat", "fork", "train", "evaluate", "report"
+    ]  # fmt: skip
     run_all(asked, capfd)
     assert Path("runs/demo/export/zlab/model.safetensors").is_file()
     assert Path("runs/demo/report.html").is_file() and Path("comparison.html").is_file()
