@@ -73,7 +73,7 @@ def train(run: Run, *, notice: Callable[[str], None], console: Console | None = 
         StageError: a stage failed; started again, the run continues from its newest checkpoint.
         CheckpointError: a checkpoint could not be written.
     """
-    first, total = run.nodes.first, len(run.steps)
+    first, total = run.nodes.first, run.plan.total_steps
     if not run.remaining:
         if first:
             checkpoints.read_checkpoint(run.run_dir, run.first_step)
@@ -124,7 +124,7 @@ def _observer(run: Run, console: Console | None) -> Observer:
     return open_observer(
         run.settings.observe,
         run.run_dir,
-        total_steps=len(run.steps),
+        total_steps=run.plan.total_steps,
         header=header,
         first_step=run.first_step,
         console=console,
@@ -133,7 +133,7 @@ def _observer(run: Run, console: Console | None) -> Observer:
 
 def _note_start(run: Run, observer: AnyObserver) -> None:
     """What the user should know of the checkpoint that the run continues from, and which settings change there."""
-    if not run.first_step or not run.nodes.first:
+    if run.first_step not in checkpoints.steps(run.run_dir) or not run.nodes.first:
         return
     if run.change is not None:
         changed = {name: f"{before} → {after}" for name, (before, after) in run.change.changed.items()}
@@ -267,7 +267,7 @@ def _pipeline(
                 name, build = f"drafter {rank} ({device})", learner_factory(run, rank, groups[rank])
                 profile = _profile(run) if rank == 0 and run.nodes.first else None
                 writer = checkpoint_writer(run) if rank == 0 and run.nodes.first else None
-                stage = (build, pool, writer, profile, len(run.steps), run.nodes.here.count > 1)
+                stage = (build, pool, writer, profile, run.plan.total_steps, run.nodes.here.count > 1)
                 drafters.append(WorkerProcess(name, DrafterStage, stage, device=device, **computing))
             work = Work(steps, feed, validation, run.plan.largest_batches())
             coordinator = Coordinator(

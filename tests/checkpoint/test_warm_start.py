@@ -11,8 +11,10 @@ import pytest
 import torch
 import yaml
 
+import foreign_layouts
 from paceline.checkpoint import checkpoints, run_directory
 from paceline.cli import main
+from paceline.drafter.network import Drafter
 from paceline.drafter.spec import DrafterSpec
 from paceline.errors import ConfigError, ExportError
 from paceline.export.speculators import write_speculators
@@ -119,3 +121,61 @@ def test_the_setting_is_written_out(make_run: MakeRun, folder_of) -> None:
     folder = folder_of("zlab")
     run = built(make_run(drafter={"init": str(folder)}))
     assert yaml.safe_load((run.run_dir / "settings.yaml").read_text())["drafter"]["init"] == str(folder)
+
+
+def moments_of(run: Path, step: int, names: list[str]) -> dict[str, dict[str, torch.Tensor]]:
+    """AdamW's moments in a checkpoint of ours by name: its matrices come first there, then the norms."""
+    state = checkpoints.read_checkpoint(run, step)
+    ordered = sorted(names, key=lambda name: state["network"][name].ndim < 2)
+    return {name: dict(state["optimizer"]["adamw"]["state"][place]) for place, name in enumerate(ordered)}
+
+
+@pytest.mark.usefixtures("finished")
+def test_another_trainers_run_goes_on_as_if_it_were_ours(
+    make_run: MakeRun, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A run of two epochs, and runs that take over what its first epoch left, in three layouts: the same weights."""
+    one = {"train": {"epochs": 2, "max_steps": None}, "plan": {"accumulate": 3}}
+    planned = built(make_run("whole", **one))
+    step = sum(planned.epoch == 0 for planned in planned.steps)
+    settings = make_run("whole", **one, checkpoint={"every_steps": step, "keep_last": 9})
+    assert main(["train", str(settings)]) == 0
+    whole, total = settings.with_suffix(""), planned.plan.total_steps
+    state, wanted = (checkpoints.load_drafter(whole, at)[1] for at in (step, total))
+    names = list(Drafter(planned.spec).state_dict())
+    for trainer in ("SpecForge", "TorchSpec", "NeMo AutoModel"):
+        theirs, moments = tmp_path / f"theirs-{trainer[:4]}", moments_of(whole, step, names)
+        foreign_layouts.WRITERS[trainer](theirs, planned.spec, state, moments, step, 1)
+        init = {"init": str(theirs), "init_step": step, "init_epoch": 1}
+        mine = make_run(f"on-{trainer[:4]}", **one, drafter=init, observe={"console": "plain"})
+        capfd.readouterr()
+        assert main(["train", str(mine)]) == 0
+        said = capfd.readouterr().err
+        assert f"moments of {len(names)} of {len(names)} tensors" in said and "warning" not in said, said
+        kept = checkpoints.load_drafter(mine.with_suffix(""), total)[1]
+        assert all(torch.equal(tensor, kept[name]) for name, tensor in wanted.items()), trainer
+        facts = run_directory.read_run_facts(mine.with_suffix(""))
+        assert facts["begins"] == {"step": step, "epoch": 1} and facts["init"]["format"] == trainer
+        assert len(kept) == len(names) and facts["init"]["without_moments"] == []
+        lines = (mine.with_suffix("") / "metrics.jsonl").read_text().splitlines()
+        steps = [json.loads(line)["step"] for line in lines if '"kind":"step"' in line]
+        assert steps == list(range(step + 1, total + 1))
+    assert main(["train", str(mine)]) == 0
+
+
+def test_what_is_behind_a_run_must_be_less_than_it_trains(make_run: MakeRun, folder_of) -> None:
+    init = {"init": str(folder_of("zlab")), "num_layers": 1}
+    with pytest.raises(ConfigError, match="40 steps and 3 epochs are behind this run already"):
+        built(make_run(drafter={**init, "init_step": 40, "init_epoch": 3}, train={"epochs": 3, "max_steps": None}))
+    with pytest.raises(ConfigError, match="40 steps and 0 epochs are behind this run already"):
+        built(make_run(drafter={**init, "init_step": 40}, train={"max_steps": 40}))
+
+
+@pytest.mark.usefixtures("finished")
+def test_a_foreign_drafter_that_does_not_fit_is_refused(make_run: MakeRun, tmp_path: Path) -> None:
+    """Where the layout holds no configuration, shapes alone speak."""
+    spec = built(make_run("one", drafter={"num_layers": 2})).spec
+    network = Drafter(spec).state_dict()
+    foreign_layouts.specforge(tmp_path / "theirs", spec, network, {}, 5, 0)
+    with pytest.raises(ExportError, match=r"tensors that no drafter of this configuration has: layers\.1\."):
+        built(make_run("two", drafter={"init": str(tmp_path / "theirs")}))

@@ -114,7 +114,7 @@ class CheckContext:
         weights = shared_weights(self.target, with_teacher=settings.objective.needs_teacher)
         return LearnerFactory(
             target=settings.target,
-            drafter=settings.drafter.model_copy(update={"noise": quiet, "diagnose_every": 0}),
+            drafter=settings.drafter.model_copy(update={"noise": quiet, "diagnose_every": 0, "init_step": None}),
             objective=settings.objective,
             optimizer=settings.optimizer,
             seed=settings.seed,

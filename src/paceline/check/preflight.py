@@ -42,7 +42,7 @@ def check_drafter(context: CheckContext) -> CheckResult:
     settings, run_dir = context.settings, Path(context.settings.run_dir)
     run_directory.check_run(settings, {"drafter": spec.to_dict(), "target": dict(facts.identity)})
     if settings.drafter.init is not None and not steps(run_dir):
-        check_init(settings.drafter.init, spec, settings.target.path)
+        check_init(settings, spec)
     detail = (
         f"{spec.num_layers} layers, block {spec.block_size}, hidden {spec.hidden_size}, for {facts.architecture} with "
         f"{facts.num_layers} layers, taps {taps}, mask token {context.models.mask}"

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from paceline.checkpoint.run_directory import check_writable, is_run_directory
+from paceline.checkpoint.run_directory import check_writable, is_run_directory, read_run_facts
 from paceline.checkpoint.run_lock import hold_run
 from paceline.cli import command
 from paceline.config import Settings
@@ -198,6 +198,7 @@ def ready_store(settings: Settings, facts: TargetFacts) -> None:
 def show_run(run: Run) -> None:
     """The run in a few lines: target, drafter, data, steps; what to know of serving it."""
     from paceline.export.engines import training_notes
+    from paceline.run.warm_start import init_lines
     from paceline.target_model.preconditions import slow_layers
 
     facts, spec, source = run.facts, run.spec, run.source
@@ -208,7 +209,7 @@ def show_run(run: Run) -> None:
         f"vocabulary {facts.vocab_size}, taps {run.taps}",
         f"drafter  {spec.num_layers} layers ({kinds}), block {spec.block_size}, mask token {spec.mask_token_id}",
         f"data     {source.path}: {len(source.lengths):,} samples, {int(source.lengths.sum()):,} tokens",
-        f"steps    {len(run.steps)} of {run.settings.plan.accumulate} micro-batches"
+        f"steps    {run.plan.total_steps} of {run.settings.plan.accumulate} micro-batches"
         + (f", resuming after step {run.first_step}" if run.first_step else ""),
         f"flow     {flow.mode}, {flow.delivery}: {', '.join(flow.target_devices)} → {', '.join(flow.drafter_devices)}",
     ]
@@ -218,6 +219,9 @@ def show_run(run: Run) -> None:
     evaluate = run.settings.evaluate
     if evaluate.device is not None:
         lines.append(f"decode   {evaluate.device}: up to {evaluate.num_prompts} held-out prompts with each checkpoint")
+    noted = read_run_facts(run.run_dir).get("init") if run.nodes.first else None
+    if noted is not None and run.first_step == run.plan.begin.step:
+        lines += [f"init     {line}" for line in init_lines(noted)]
     here = run.nodes.here
     if here.count > 1:
         lines.append(f"machine  {here.number} of {here.count}, joined at {here.where}")

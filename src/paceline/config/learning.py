@@ -75,7 +75,11 @@ class DrafterConfig(Section):
     initializer_range: float | None = Field(default=None, gt=0, le=10)
     """Standard deviation of the new weights. Unset: the target's, or 0.02 where it says nothing."""
     init: str | None = None
-    """Drafter folder, z-lab or speculators, whose weights the run begins with. Unset: new weights."""
+    """Drafter folder, z-lab or speculators, or training checkpoint of SpecForge, speculators, TorchSpec, DeepSpec or NeMo AutoModel, whose weights the run begins with. Unset: new weights."""  # noqa: E501
+    init_step: int | None = Field(default=None, ge=1)
+    """Optimizer steps that `init` has behind it: the run counts on from there, with the moments of AdamW where it has them. Unset: the run begins at step 0 with new moments."""  # noqa: E501
+    init_epoch: int = Field(default=0, ge=0)
+    """Whole epochs that `init` has behind it, with `init_step`: the run begins with the next one."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Compute type; master weights, rotary tables and losses are always float32."""
     attention: Literal["auto", "flex", "split", "dense"] = "auto"
@@ -98,6 +102,10 @@ class DrafterConfig(Section):
 
     @model_validator(mode="after")
     def _layers_match(self) -> DrafterConfig:
+        if self.init_step is not None and self.init is None:
+            raise ValueError("init_step is set but init is not; give the folder that has these steps behind it")
+        if self.init_epoch and self.init_step is None:
+            raise ValueError(f"init_epoch {self.init_epoch} needs init_step, the optimizer steps of these epochs")
         if self.layers is not None and len(self.layers) != self.num_layers:
             raise ValueError(
                 f"layers lists {len(self.layers)} kinds for num_layers {self.num_layers}; list one a layer"

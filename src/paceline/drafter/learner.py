@@ -32,7 +32,13 @@ from paceline.drafter.memory import optimizer_bytes
 from paceline.drafter.metrics import WindowMetrics, WindowTotals, bucket_totals, ratios_of, sample_losses
 from paceline.drafter.network import Drafter
 from paceline.drafter.noise import add_noise, noise_ratio
-from paceline.drafter.optimizer import learning_rates, load_optimizer_state, make_optimizers, optimizer_state
+from paceline.drafter.optimizer import (
+    learning_rates,
+    load_optimizer_state,
+    make_optimizers,
+    optimizer_state,
+    with_moments,
+)
 from paceline.drafter.schedule import Schedule, ramp
 from paceline.drafter.spec import DrafterSpec
 from paceline.drafter.split_batch import split_batch
@@ -284,6 +290,19 @@ class Learner:
             load_optimizer_state(optimizer, state["optimizer"][name], self.shards)
         self.steps_done = int(state["steps_done"])
         self.skipped_in_row = int(state["skipped_in_row"])
+
+    def begin(self, state: Mapping[str, Any]) -> None:
+        """Takes on where another run or trainer ended: weights, steps, and what there is of AdamW's moments.
+
+        Args:
+            state: ``network``; and where the run counts on, ``steps_done`` and ``moments`` by name.
+        """
+        self.network.load_state_dict(dict(state["network"]))
+        self.steps_done = int(state.get("steps_done", 0))
+        names: dict[Tensor, str] = {parameter: name for name, parameter in self.network.named_parameters()}
+        if moments := state.get("moments"):
+            adamw = self.optimizers["adamw"]
+            load_optimizer_state(adamw, with_moments(adamw, names, moments), self.shards)
 
     def _measure(
         self, host: HostBatch, features: Tensor, last_hidden: Tensor | None, metrics: WindowMetrics, diagnosing: bool

@@ -102,6 +102,26 @@ def load_optimizer_state(optimizer: Any, state: Mapping[str, Any], shards: dist.
     inside.load_state_dict({"state": part, "param_groups": inside.state_dict()["param_groups"]})
 
 
+def with_moments(
+    optimizer: Any, names: Mapping[Tensor, str], moments: Mapping[str, Mapping[str, Tensor]]
+) -> dict[str, Any]:
+    """A whole state for `load_optimizer_state`, with these moments and none for all other parameters.
+
+    Args:
+        optimizer: AdamW, without state.
+        names: of the network's parameters.
+        moments: name → ``exp_avg``, ``exp_avg_sq`` and ``step``.
+    """
+    parameters, place = _places(optimizer)
+    groups = [
+        {**group, "params": [place[parameter] for parameter in group["params"]]} for group in optimizer.param_groups
+    ]
+    state = {
+        place[parameter]: dict(moments[names[parameter]]) for parameter in parameters if names[parameter] in moments
+    }
+    return {"state": state, "param_groups": groups}
+
+
 def _places(optimizer: Any) -> tuple[list[Tensor], dict[Tensor, int]]:
     """Parameters of an optimizer in the order of its state, and the place of each."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]

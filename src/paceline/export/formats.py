@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -38,12 +39,21 @@ def read_drafter(folder: str | Path) -> tuple[DrafterSpec, dict[str, Tensor]]:
         ExportError: a folder that is no DFlash drafter; one line for each error.
     """
     spec, state = READERS[folder_format(folder)](folder)
+    check_numbers(folder, state)
+    return spec, state
+
+
+def check_numbers(folder: str | Path, state: Mapping[str, Tensor]) -> None:
+    """Refuse tensors that are no weights.
+
+    Raises:
+        ExportError: whole numbers, or values that are not finite.
+    """
     wrong = [f"{name} is {str(tensor.dtype)[6:]}" for name, tensor in state.items() if not tensor.is_floating_point()]
     wrong += [f"{name} holds values that are not finite" for name, tensor in state.items() if not _finite(tensor)]
     if wrong:
         more = f", and {len(wrong) - 3} more" if len(wrong) > 3 else ""
         raise ExportError(f"{folder}: no weights of a drafter ({', '.join(wrong[:3])}{more}); export it again")
-    return spec, state
 
 
 def _finite(tensor: Tensor) -> bool:

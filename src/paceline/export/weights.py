@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -75,10 +75,10 @@ def check_shapes(where: str, spec: DrafterSpec, shapes: Mapping[str, tuple[int, 
     wanted = expected_shapes(spec)
     errors = []
     if missing := [name for name in wanted if name not in shapes]:
-        errors.append(f"{where}: tensors missing: {_listed(missing)}; write the folder again from its checkpoint")
+        errors.append(f"{where}: tensors missing: {listed(missing)}; write the folder again from its checkpoint")
     if extra := sorted(name for name in shapes if name not in wanted):
         errors.append(
-            f"{where}: tensors that no drafter of this configuration has: {_listed(extra)}; "
+            f"{where}: tensors that no drafter of this configuration has: {listed(extra)}; "
             "embedding and head belong to the target, other names to another kind of drafter"
         )
     for name, shape in wanted.items():
@@ -89,7 +89,8 @@ def check_shapes(where: str, spec: DrafterSpec, shapes: Mapping[str, tuple[int, 
         raise ExportError(*errors)
 
 
-def _listed(names: list[str]) -> str:
+def listed(names: Sequence[str]) -> str:
+    """Names of tensors for a message: the first ones, and how many more."""
     more = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
     return ", ".join(names[:MAX_LISTED]) + more
 
@@ -106,7 +107,7 @@ def in_dtype(state: Mapping[str, Tensor], spec: DrafterSpec, dtype: str) -> dict
     check_shapes("drafter state", spec, {name: tuple(tensor.shape) for name, tensor in state.items()})
     stored = {name: state[name].detach().to("cpu", DTYPES[dtype]).contiguous() for name in expected_shapes(spec)}
     if broken := [name for name, tensor in stored.items() if not bool(torch.isfinite(tensor).all())]:
-        raise ExportError(f"drafter state: not finite in {dtype}: {_listed(broken)}; export an earlier checkpoint")
+        raise ExportError(f"drafter state: not finite in {dtype}: {listed(broken)}; export an earlier checkpoint")
     return stored
 
 
@@ -171,7 +172,7 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
     for name in files:
         state |= dict(_tensors(folder / name))
     if places is not None and (lost := sorted(set(places) - set(state))):
-        raise ExportError(f"{folder / INDEX_FILE}: its shards lack {_listed(lost)}")
+        raise ExportError(f"{folder / INDEX_FILE}: its shards lack {listed(lost)}")
     return state
 
 

@@ -120,17 +120,18 @@ class MetricsFile:
         path: the file; made if it is not there.
         first_step: step of the checkpoint that the run resumes from; lines after it are cut off, because they will
             be written again.
+        begins: steps that were taken before the run, by another trainer; no line covers them.
 
     Raises:
         RunDirectoryError: the file cannot be written, or is not a metrics file.
     """
 
-    def __init__(self, path: Path, first_step: int) -> None:
+    def __init__(self, path: Path, first_step: int, begins: int = 0) -> None:
         self.path = path
         try:
             self._descriptor = open_itself(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
             with path.open("rb") as stream:
-                keep, last, self.gaps = _length_to_keep(stream.read(), first_step, path)
+                keep, last, self.gaps = _length_to_keep(stream.read(), first_step, path, begins)
             os.ftruncate(self._descriptor, keep)
         except RunDirectoryError:
             raise
@@ -244,13 +245,13 @@ Gap = tuple[int, int]
 """First and last of some steps that no line covers."""
 
 
-def _length_to_keep(raw: bytes, first_step: int, path: Path) -> tuple[int, StepLine | None, list[Gap]]:
+def _length_to_keep(raw: bytes, first_step: int, path: Path, begins: int) -> tuple[int, StepLine | None, list[Gap]]:
     """Bytes up to the first line after ``first_step`` or up to a half-written last line; the last step line kept.
 
     Also the gaps before it that no start has noted: where lines were cut out of the file. One that a start found is
     followed by the header of that start.
     """
-    keep = covered = 0
+    keep, covered = 0, begins
     gaps: list[Gap] = []
     newest: tuple[int, int] | None = None
     while (end := raw.find(b"\n", keep)) >= 0:

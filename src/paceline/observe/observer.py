@@ -124,9 +124,10 @@ class Observer:
             self._alerts = Alerts(settings, self._run_dir, self.warn)
         if settings.trace:
             self._trace = TraceFile(self._run_dir / TRACE_FILE)
-        self._file = MetricsFile(self._run_dir / METRICS_FILE, self._step)
+        begins = self._header.get("begins", {}).get("step", 0)
+        self._file = MetricsFile(self._run_dir / METRICS_FILE, self._step, begins)
         before = self._file.last_step_line
-        written = before.step if before is not None else 0
+        written = before.step if before is not None else begins
         self._gap = written < self._step
         if before is not None:
             self._recent_s = before.values.get("speed/seconds_per_step")

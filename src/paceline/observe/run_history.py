@@ -213,11 +213,12 @@ def assemble(
         )
     if (run_dir / METRICS_FILE).is_file() and not steps:
         notes.append(f"{METRICS_FILE} has no optimizer step yet")
-    notes += _gaps(steps)
+    header = headers[-1].header if headers else {}
+    notes += _gaps(steps, header.get("begins", {}).get("step", 0))
     known = _known(steps, notes)
     return History(
         run_dir=run_dir,
-        header=headers[-1].header if headers else {},
+        header=header,
         starts=[line.step for line in headers],
         total_steps=headers[-1].total_steps if headers else 0,
         status=_status(lines),
@@ -246,9 +247,9 @@ def _status(lines: list[Line]) -> str:
     return status
 
 
-def _gaps(lines: list[StepLine]) -> list[str]:
-    """A sentence for each stretch of steps that no line covers."""
-    last, found = 0, []
+def _gaps(lines: list[StepLine], begins: int) -> list[str]:
+    """A sentence for each stretch of steps, after those before the run, that no line covers."""
+    last, found = begins, []
     for line in lines:
         if line.step - line.steps > last:
             found.append(gap_text(last + 1, line.step - line.steps))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,7 +24,7 @@ from paceline.pipeline.multinode import ALONE, Nodes
 from paceline.run.checkpoint_policy import check_saving
 from paceline.run.eval_worker import check_background_evaluation
 from paceline.run.run import Run
-from paceline.run.training_plan import TrainingPlan
+from paceline.run.training_plan import Begin, TrainingPlan
 from paceline.run.warm_start import check_init
 from paceline.target_model.facts import describe_target
 from paceline.target_model.preconditions import check_loadable, check_repeatable
@@ -108,14 +108,18 @@ def build_run(settings: Settings, models: Models, nodes: Nodes = ALONE) -> Run:
     run_dir, heldout = Path(settings.run_dir), None
     first, damaged = _resume_point(run_dir) if nodes.first else (0, ())
     change = change_of(settings, first) if nodes.first else None
-    replicas, earlier = nodes.agree({}, [_replicas(settings, nodes), _plans_before(run_dir, change)])
+    begin = _begin(settings)
+    replicas, earlier, begin = nodes.agree(
+        {}, [_replicas(settings, nodes), _plans_before(run_dir, change), [begin.step, begin.epoch]]
+    )
     before = [PlanBefore(last, PlanConfig.model_validate(plan), anchors) for last, plan, anchors in earlier]
     _check_carry(settings, before)
-    plan = TrainingPlan(settings, spec, facts, source, replicas, before)
+    plan = TrainingPlan(settings, spec, facts, source, replicas, before, Begin(*begin))
     if nodes.first:
-        if first > len(plan.steps):
+        first = max(first, plan.begin.step)
+        if first > plan.total_steps:
             raise ConfigError(
-                f"train: {first} steps are taken already, and these settings ask for {len(plan.steps)}; raise "
+                f"train: {first} steps are taken already, and these settings ask for {plan.total_steps}; raise "
                 "train.max_steps or train.epochs"
             )
         if settings.evaluate.validation_samples and settings.heldout_store_path.is_dir():
@@ -168,7 +172,15 @@ def _init(settings: Settings, spec: DrafterSpec) -> dict[str, Any]:
         return {}
     if run_directory.is_run_directory(run_dir) and checkpoints.steps(run_dir):
         return {"init": run_directory.read_run_facts(run_dir).get("init")}
-    return {"init": check_init(settings.drafter.init, spec, settings.target.path)}
+    return {"init": check_init(settings, spec)}
+
+
+def _begin(settings: Settings) -> Begin:
+    """Where the run begins to count: as it was started or forked; a new one as its settings say."""
+    run_dir = Path(settings.run_dir)
+    if run_directory.is_run_directory(run_dir):
+        return Begin(**run_directory.read_run_facts(run_dir).get("begins", {}))
+    return Begin(settings.drafter.init_step or 0, settings.drafter.init_epoch)
 
 
 def _replicas(settings: Settings, nodes: Nodes) -> int:
@@ -187,8 +199,9 @@ def _facts_of_run(models: Models, source: TokenStore, plan: TrainingPlan) -> dic
         "target": dict(models.facts.identity),
         "target_fingerprint": models.facts.fingerprint,
         "data_fingerprint": source.fingerprint,
-        "total_steps": len(plan.steps),
+        "total_steps": plan.total_steps,
         "replicas": plan.replicas,
+        **({"begins": asdict(plan.begin)} if plan.begin != Begin() else {}),
     }
 
 
@@ -204,7 +217,7 @@ def _facts_of_machine(settings: Settings, models: Models, source: TokenStore, pl
         "target": models.facts.fingerprint,
         "drafter shape": models.spec.to_dict(),
         "data": source.fingerprint,
-        "steps": len(plan.steps),
+        "steps": plan.total_steps,
         "steps with a checkpoint": [planned.step for planned in plan.steps if planned.save],
         **versions,
     }

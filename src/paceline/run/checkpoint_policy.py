@@ -85,11 +85,12 @@ class CheckpointPolicy:
         steps, best = self._run.steps, best_of(self._run.settings.checkpoint.keep_best)
         names = [HELD_OUT_TAU.metric, *([best.metric] if best is not None else [])]
         known = {name: self._metrics.newest(name) for name in names if not name.startswith(DECODE)}
+        at = step - steps[0].step
         values = {name: found[1] for name, found in known.items() if found is not None and found[0] > self._last}
         self._note = {
-            "epoch": steps[step - 1].epoch,
-            "window": steps[step - 1].window,
-            "micro_batches": sum(len(planned.batches) for planned in steps[:step]),
+            "epoch": steps[at].epoch,
+            "window": steps[at].window,
+            "micro_batches": sum(len(planned.batches) for planned in steps[: at + 1]),
             **note_of(best, values),
         }
         self._since, self._last, self._asked = self._clock(), step, False

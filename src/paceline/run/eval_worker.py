@@ -216,7 +216,7 @@ class EvalWorker:
                 f"blocks and the decode loop {report['tau_micro']:.3f}: more than 2 % apart"
             )
         # The answers themselves are kept of the last checkpoint only: the file is written anew each time.
-        rows = report["rows"] if found.step == len(self._run.steps) else []
+        rows = report["rows"] if found.step == self._run.plan.total_steps else []
         try:
             run_directory.add_evaluation(self._run.run_dir, found.step, {**report, "rows": rows})
         except OSError as error:

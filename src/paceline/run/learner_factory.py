@@ -14,7 +14,7 @@ from paceline.drafter.memory import CARD_SHARE, TrainingShape, fitting_positions
 from paceline.drafter.spec import DrafterSpec
 from paceline.pipeline.multinode import RankInfo
 from paceline.run.run import Run
-from paceline.run.warm_start import initial_weights
+from paceline.run.warm_start import initial_state
 from paceline.types import SharedWeights
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ class LearnerFactory:
         target, drafter, objective, optimizer, seed, spec: of the run.
         device: of the rank.
         total_steps: optimizer steps of the run.
-        run_dir, first_step: where the checkpoint is that the run continues from; step 0: it begins.
+        run_dir, first_step: where the checkpoint is that the run continues from; there is none where it begins.
         group: where it finds the other ranks; None for a rank that is alone.
         most_tokens: real tokens of the run's largest micro-batch.
         beside: other processes that hold models on the device.
@@ -84,7 +84,7 @@ class LearnerFactory:
         if "optimizer" in state:
             learner.load_state_dict(state)
         else:
-            learner.network.load_state_dict(state["network"])
+            learner.begin(state)
         return learner
 
     def _in_passes(self, *, tied: bool) -> DrafterConfig:
@@ -109,10 +109,10 @@ class LearnerFactory:
 
     def _start(self, learner: Learner) -> Mapping[str, Any]:
         """The checkpoint that the run continues from; where it begins, the weights alone."""
-        if self.first_step:
+        if self.first_step in checkpoints.steps(self.run_dir):
             return checkpoints.read_checkpoint(self.run_dir, self.first_step)
         if self.drafter.init is not None:
-            return {"network": initial_weights(self.drafter.init)}
+            return initial_state(self.drafter, self.optimizer)
         return {"network": learner.network.state_dict()}
 
 
@@ -136,7 +136,7 @@ def learner_factory(run: Run, rank: int = 0, group: RankInfo | None = None) -> L
         seed=settings.seed,
         spec=run.spec,
         device=device,
-        total_steps=len(run.steps),
+        total_steps=run.plan.total_steps,
         run_dir=run.run_dir,
         first_step=run.first_step,
         group=group,

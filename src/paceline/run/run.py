@@ -25,7 +25,7 @@ class Run:
         source: the tokenized data.
         heldout: the tokenized held-out samples, where there are any to validate on.
         plan: its optimizer steps and their micro-batches.
-        first_step: steps that a checkpoint already holds.
+        first_step: steps that are taken, in this run or in the one that it was taken over from.
         nodes: the machines that train it together, seen from this one.
         damaged: a sentence for each newer checkpoint that is not as it was written.
         change: settings that count from this start on; None where none changed.
@@ -63,4 +63,4 @@ class Run:
     @property
     def remaining(self) -> list[PlannedStep]:
         """Steps still to take."""
-        return self.steps[self.first_step :]
+        return [planned for planned in self.steps if planned.step > self.first_step]

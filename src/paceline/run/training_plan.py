@@ -20,7 +20,7 @@ from paceline.data.collate import collate
 from paceline.data.store import TokenStore
 from paceline.drafter.anchors import sample_anchors
 from paceline.drafter.spec import DrafterSpec
-from paceline.errors import DataError
+from paceline.errors import ConfigError, DataError
 from paceline.plan.entries import fitting, groups_of_tags
 from paceline.plan.epoch import EpochPlan, plan_epoch
 from paceline.plan.pieces import PiecedEpoch, PlanPiece, cut
@@ -100,6 +100,19 @@ class Largest:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """Where a run begins to count: what was done before it, by another trainer or on other data.
+
+    Attributes:
+        step: optimizer steps.
+        epoch: whole epochs of this data.
+    """
+
+    step: int = 0
+    epoch: int = 0
+
+
 class TrainingPlan:
     """The steps of a run.
 
@@ -107,9 +120,11 @@ class TrainingPlan:
         settings, spec, facts, source: of the run.
         replicas: drafter ranks that it is planned for: those that the run was started with.
         before: how steps were planned before the settings of this start, oldest first.
+        begin: what was done before the run.
 
     Attributes:
         steps: every optimizer step of the run.
+        total_steps: number of the last one.
         largest: its largest micro-batches.
 
     Raises:
@@ -124,19 +139,21 @@ class TrainingPlan:
         source: TokenStore,
         replicas: int,
         before: Sequence[PlanBefore] = (),
+        begin: Begin = Begin(),
     ) -> None:
         self.replicas = replicas
         self._settings, self._spec, self._source = settings, spec, source
-        self._before = before
+        self._before, self.begin = before, begin
         self._pad_id = facts.pad_token_id if facts.pad_token_id is not None else 0
         self._steps_before: dict[int, int] = {}
-        """Steps of the epochs before each epoch."""
+        """Number of the last step before each epoch."""
         self.epoch = functools.lru_cache(maxsize=2)(self._epoch)
         """The plan of an epoch, by its 0-based number."""
         self.largest = Largest()
         self.steps = self._planned_steps()
         if not self.steps:
             raise DataError(f"{source.path}: no optimizer step can be planned from its {len(source.lengths)} rows")
+        self.total_steps = self.steps[-1].step
 
     def whole_epoch(self, epoch: int) -> EpochPlan:
         """The plan of an epoch under the settings of this start, as if nothing had changed in it."""
@@ -180,12 +197,18 @@ class TrainingPlan:
         return [PlanPiece(cut(plan, windows), rows, first_batch, sum(piece.plan.num_windows for piece in earlier))]
 
     def _planned_steps(self) -> list[PlannedStep]:
-        train, limit = self._settings.train, self._settings.train.max_steps
+        train, begin = self._settings.train, self.begin
+        if train.epochs <= begin.epoch or (train.max_steps or begin.step + 1) <= begin.step:
+            raise ConfigError(
+                f"train: {begin.step} steps and {begin.epoch} epochs are behind this run already; raise train.epochs "
+                "or train.max_steps, which count them"
+            )
+        limit = None if train.max_steps is None else train.max_steps - begin.step
         windows: list[tuple[int, int, range]] = []
-        for epoch in range(train.epochs):
+        for epoch in range(begin.epoch, train.epochs):
             if limit is not None and len(windows) >= limit:
                 break
-            self._steps_before[epoch] = len(windows)
+            self._steps_before[epoch] = begin.step + len(windows)
             plan = self.epoch(epoch)
             for piece in plan.pieces if isinstance(plan, PiecedEpoch) else [PlanPiece(plan, None, 0, 0)]:
                 self.largest = self.largest.over(piece.plan, piece.first_batch)
@@ -193,8 +216,8 @@ class TrainingPlan:
         save, validate = self._settings.checkpoint.every_steps, self._settings.evaluate.every_steps
         by_validation = (self._settings.checkpoint.keep_best or "").startswith(VALIDATION)
         windows, steps = windows[:limit], []
-        for step, window in enumerate(windows, 1):
-            last = step == len(windows)
+        for step, window in enumerate(windows, begin.step + 1):
+            last = step == begin.step + len(windows)
             saved = step % save == 0 or last
             measured = step % validate == 0 or last or (saved and by_validation)
             steps.append(PlannedStep(step, *window, save=saved, validate=measured))

@@ -1,14 +1,17 @@
-"""Warm start: a run begins with the weights of a drafter folder instead of new ones."""
+"""Warm start: a run begins with the weights of a drafter folder, or takes over what another trainer wrote."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from paceline.config import DrafterConfig, OptimizerConfig, Settings
 from paceline.drafter.spec import DrafterSpec
 from paceline.errors import ConfigError
-from paceline.export.formats import folder_format, read_drafter
-from paceline.export.weights import content_hash
+from paceline.export.foreign import ForeignCheckpoint, Moments, read_foreign
+from paceline.export.formats import check_numbers, folder_format, read_drafter
+from paceline.export.weights import check_shapes, content_hash, listed
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,22 +35,90 @@ OF_SETTINGS = {
 """What the weights of a drafter depend on, and the setting that says it. The block size may be another."""
 
 
-def check_init(folder: str, spec: DrafterSpec, target: str) -> dict[str, Any]:
-    """Refuse a drafter folder that does not fit a run.
+def check_init(settings: Settings, spec: DrafterSpec) -> dict[str, Any]:
+    """Refuse a folder that does not fit a run.
 
     Args:
-        folder: z-lab or speculators, ours or published.
+        settings: of the run; `drafter.init` is a drafter folder, ours or published, or a checkpoint of another trainer.
         spec: the run's drafter.
-        target: path of the run's target, for the message.
 
     Returns:
-        What the run notes of it: folder, format, hash of its tensors, block size.
+        What the run notes of it: folder, format, hash of its tensors, block size; of another trainer's checkpoint also
+        what of it the run takes, and what is missing or left over.
 
     Raises:
         ExportError: no drafter folder.
         ConfigError: it is another drafter, or another target's.
     """
-    theirs, state = read_drafter(folder)
+    folder = str(settings.drafter.init)
+    foreign = read_foreign(folder)
+    if foreign is None:
+        theirs, state = read_drafter(folder)
+        _check_spec(folder, theirs, spec, settings.target.path)
+        return {**_noted(folder, folder_format(folder), state), "block_size": theirs.block_size}
+    where = str(foreign.folder)
+    check_numbers(where, foreign.state)
+    if foreign.spec is not None:
+        _check_spec(where, foreign.spec, spec, settings.target.path)
+    check_shapes(where, spec, {name: tuple(tensor.shape) for name, tensor in foreign.state.items()})
+    taken = _moments(foreign, settings.drafter, settings.optimizer)
+    return {
+        **_noted(where, foreign.trainer, foreign.state),
+        "block_size": None if foreign.spec is None else foreign.spec.block_size,
+        "step": foreign.step,
+        "epoch": foreign.epoch,
+        "moments": len(taken),
+        "without_moments": [name for name in foreign.state if name not in taken],
+        "left_over": list(foreign.left_over),
+        "not_in_it": [] if foreign.spec is not None else list(OF_SETTINGS.values()),
+    }
+
+
+def init_lines(noted: Mapping[str, Any]) -> list[str]:
+    """What a run takes over, for the one who starts it: one sentence a line.
+
+    Args:
+        noted: from `check_init`.
+    """
+    lines = [f"{noted['format']} {noted['folder']}, tensors {noted['content_hash']}"]
+    if "moments" not in noted:
+        return lines
+    without, left = noted["without_moments"], noted["left_over"]
+    lines.append(f"moments of {noted['moments']} of {noted['moments'] + len(without)} tensors")
+    if noted["moments"] and without:
+        lines.append(f"moments that begin at zero: {listed(without)}")
+    if left:
+        lines.append(f"left over, not taken: {listed(left)}")
+    if noted["not_in_it"]:
+        lines.append(f"not written there, taken from the settings: {', '.join(noted['not_in_it'])}")
+    return lines
+
+
+def initial_state(drafter: DrafterConfig, optimizer: OptimizerConfig) -> dict[str, Any]:
+    """What `Learner.begin` takes: weights in float32; with `init_step` also the steps, and what moments there are."""
+    folder = str(drafter.init)
+    foreign = read_foreign(folder)
+    state = read_drafter(folder)[1] if foreign is None else foreign.state
+    begun: dict[str, Any] = {"network": {name: tensor.float() for name, tensor in state.items()}}
+    if drafter.init_step is not None:
+        moments = {} if foreign is None else _moments(foreign, drafter, optimizer)
+        begun |= {"steps_done": drafter.init_step, "moments": moments}
+    return begun
+
+
+def _moments(foreign: ForeignCheckpoint, drafter: DrafterConfig, optimizer: OptimizerConfig) -> Moments:
+    """The moments that a run takes: those of parameters which its own AdamW moves, where it counts on."""
+    if drafter.init_step is None or optimizer.state != "float32":
+        return {}
+    of_muon = optimizer.name == "muon"
+    return {name: entry for name, entry in foreign.moments.items() if not of_muon or entry["exp_avg"].ndim < 2}
+
+
+def _noted(folder: str, format: str, state: Mapping[str, Tensor]) -> dict[str, Any]:
+    return {"folder": str(Path(folder).absolute()), "format": format, "content_hash": content_hash(state)}
+
+
+def _check_spec(folder: str, theirs: DrafterSpec, spec: DrafterSpec, target: str) -> None:
     differ = [f"{name} {getattr(theirs, name)}" for name in OF_TARGET if getattr(theirs, name) != getattr(spec, name)]
     if differ:
         have = ", ".join(f"{name} {getattr(spec, name)}" for name in OF_TARGET)
@@ -64,17 +135,6 @@ def check_init(folder: str, spec: DrafterSpec, target: str) -> dict[str, Any]:
             f"drafter.init: {folder} is another drafter than these settings ask for; to go on from it, set "
             f"{', '.join(wanted)}"
         )
-    return {
-        "folder": str(Path(folder).absolute()),
-        "format": folder_format(folder),
-        "content_hash": content_hash(state),
-        "block_size": theirs.block_size,
-    }
-
-
-def initial_weights(folder: str) -> dict[str, Tensor]:
-    """The folder's tensors in float32, for the masters."""
-    return {name: tensor.float() for name, tensor in read_drafter(folder)[1].items()}
 
 
 def _as_setting(value: Any) -> str:
