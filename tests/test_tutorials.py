@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import shlex
 import shutil
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,8 +15,9 @@ import numpy as np
 import pytest
 import yaml
 
-from paceline.cli import main
+from paceline.cli import COMMANDS, command, main
 from paceline.config import load_settings
+from paceline.errors import ConfigError
 
 FEW = ["--evaluate.num_prompts", "2", "--evaluate.max_new_tokens", "16"]
 SHORT = {
@@ -28,8 +31,9 @@ SHORT = {
 
 def commands(page: Path) -> list[list[str]]:
     """Commands of paceline that a page shows, without the comments behind them."""
-    lines = re.findall(r"^    (paceline .*)$", page.read_text(encoding="utf-8"), flags=re.M)
-    return [shlex.split(line, comments=True)[1:] for line in lines]
+    text = page.read_text(encoding="utf-8").replace("\\\n", " ")
+    lines = re.findall(r"^ *paceline (\S.*)$", text, flags=re.M)
+    return [shlex.split(line, comments=True) for line in lines if line.split()[0] in COMMANDS]
 
 
 def settings_of(page: Path) -> str:
@@ -87,3 +91,25 @@ def test_eight_gpus(project, tmp_path, monkeypatch, capfd) -> None:
     np.save("lengths.npy", np.random.default_rng(0).integers(65, 8192, 2000))
     (forecast,) = [words for words in commands(project / "docs" / "eight-gpus.md") if words[0] == "plan"]
     assert main(forecast) == 0, capfd.readouterr().err
+
+
+def test_the_settings_of_the_night(project, tmp_path) -> None:
+    page = (project / "docs" / "quickstart.md").read_text(encoding="utf-8")
+    (text,) = re.findall(r"^    run_dir:.*\n(?:    .*\n)+", page, flags=re.M)
+    file = tmp_path / "run.yaml"
+    file.write_text(textwrap.dedent(text))
+    (served,) = re.findall(r'"num_speculative_tokens": (\d+)', page)
+    assert load_settings(file).drafter.block_size == int(served) + 1
+
+
+def test_every_shown_command_can_be_read(project) -> None:
+    pages = [project / "README.md", *sorted((project / "docs").glob("*.md"))]
+    shown = [(page.name, words) for page in pages for words in commands(page)]
+    assert len(shown) > 60
+    for page, (name, *words) in shown:
+        module = importlib.import_module(f"paceline.cli.{name}")
+        end = words.index("--run") if name == "serve" and "--run" in words else len(words)
+        try:
+            command.parse(module.Arguments, words[:end], prog=f"paceline {name}", description="", settings=True)
+        except (ConfigError, SystemExit) as error:
+            raise AssertionError(f"{page}: paceline {name} {shlex.join(words)}") from error
