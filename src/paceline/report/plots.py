@@ -259,8 +259,8 @@ def _stack(plot: Drawing, x: np.ndarray, rows: np.ndarray, looks: list[dict[str,
 
 
 def _middles(rows: list[np.ndarray]) -> list[float]:
-    """Middle of each stacked row where it ends."""
-    heights = np.array([row[-1] for row in rows])
+    """Middle of each stacked row over its last tenth: what the last steps alone show may be no more than the end."""
+    heights = np.array([row[-max(len(row) // 10, 1) :].mean() for row in rows])
     return [float(y) for y in np.cumsum(heights) - heights / 2]
 
 
