@@ -47,7 +47,7 @@ def check_data(context: CheckContext) -> CheckResult:
     )
     figures = {"rows_in": report.rows_in, "rows_used": report.rows_used, "tokens": report.tokens}
     # The rows here were tokenized without holding any out.
-    warnings = warnings_of(report, settings.model_copy(update={"heldout_share": 0.0}), whole=False)
+    warnings = warnings_of(report, settings.model_copy(update={"heldout_share": 0.0}))
     if share <= LEFT_OUT and not warnings and not other:
         return CheckResult("data", "pass", detail, figures=figures)
     words = [

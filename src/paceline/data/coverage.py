@@ -173,13 +173,12 @@ def check_mask_token(store: TokenStore, token: int, vocabulary: int) -> None:
     )
 
 
-def warnings_of(report: PrepareReport, settings: DataConfig, *, whole: bool = True) -> list[str]:
+def warnings_of(report: PrepareReport, settings: DataConfig) -> list[str]:
     """Sentences about what was left out, what is rare, and what will not be learned.
 
     Args:
         report: of prepared rows.
         settings: with which they were prepared.
-        whole: whether these are all rows of a run; a few of them say nothing about their number.
     """
     found: list[str] = []
     left_out = report.rows_in - report.rows_used - report.heldout_rows
@@ -199,12 +198,6 @@ def warnings_of(report: PrepareReport, settings: DataConfig, *, whole: bool = Tr
         found.append(f"data.heldout_share {settings.heldout_share} holds out no document: there are too few")
     found += _modes(report)
     found += losses(report)
-    if whole and report.rows_used < PUBLISHED_ROWS[0] // 10:
-        (low, high), (short, long) = PUBLISHED_ROWS, PUBLISHED_EPOCHS
-        found.append(
-            f"{report.rows_used:,} rows are few: published drafters for 8B-class targets learn from "
-            f"{low:,} to {high:,} rows in {short} to {long} epochs"
-        )
     return found
 
 

@@ -50,7 +50,8 @@ def check_numbers(folder: str | Path, state: Mapping[str, Tensor]) -> None:
         ExportError: whole numbers, or values that are not finite.
     """
     wrong = [f"{name} is {str(tensor.dtype)[6:]}" for name, tensor in state.items() if not tensor.is_floating_point()]
-    wrong += [f"{name} holds values that are not finite" for name, tensor in state.items() if not _finite(tensor)]
+    floats = {name: tensor for name, tensor in state.items() if tensor.is_floating_point()}
+    wrong += [f"{name} holds values that are not finite" for name, tensor in floats.items() if not _finite(tensor)]
     if wrong:
         more = f", and {len(wrong) - 3} more" if len(wrong) > 3 else ""
         raise ExportError(f"{folder}: no weights of a drafter ({', '.join(wrong[:3])}{more}); export it again")
