@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from safetensors.torch import load_file
+import torch
+from safetensors.torch import load_file, save_file
 
 from paceline.errors import ExportError
 from paceline.export.formats import read_drafter
@@ -118,3 +119,36 @@ def test_bytes_that_are_no_text_are_one_line(folder) -> None:
         (made / "config.json").write_bytes(content)
         with pytest.raises(ExportError, match="is no JSON"):
             read_drafter(made)
+
+
+CHANGES: dict[str, Any] = {
+    "shape": (lambda weight: weight[:-1].contiguous(), "has shape"),
+    "scalar": (lambda weight: torch.tensor(1.0), "has shape []"),
+    "int8": (lambda weight: weight.to(torch.int8), "is int8"),
+    "bool": (lambda weight: weight > 0, "is bool"),
+    "complex64": (lambda weight: weight.to(torch.complex64), "is complex64"),
+    "nan": (lambda weight: weight * math.nan, "holds values that are not finite"),
+    "inf": (lambda weight: weight / 0, "holds values that are not finite"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("format", ["zlab", "speculators"])
+def test_a_tensor_that_is_none_of_a_drafter_is_one_line(folder, format, change) -> None:
+    file = folder(format) / "model.safetensors"
+    tensors, (make, says) = load_file(file), CHANGES[change]
+    name = next(name for name in tensors if name.endswith("q_proj.weight"))
+    save_file({**tensors, name: make(tensors[name].float())}, file)
+    with pytest.raises(ExportError) as error:
+        read_drafter(file.parent)
+    (line,) = error.value.errors
+    assert f"{name.removeprefix('model.')} {says}" in line and str(file.parent) in line
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff" * 4096, 20, 5000])
+def test_a_damaged_file_is_one_line(folder, content) -> None:
+    file = folder("zlab") / "model.safetensors"
+    file.write_bytes(content if isinstance(content, bytes) else file.read_bytes()[:content])
+    with pytest.raises(ExportError, match="cannot be read as safetensors") as error:
+        read_drafter(file.parent)
+    assert len(error.value.errors) == 1 and str(file) in error.value.errors[0]
