@@ -20,6 +20,7 @@ import torch
 
 from paceline.atomic_files import write_text
 from paceline.checkpoint import checkpoints, run_directory
+from paceline.checkpoint.changes import read_changes
 from paceline.config import tasks_in_flight
 from paceline.device import deterministic_algorithms, device_errors, own_device
 from paceline.errors import NOT_TRAINED, Interrupted, PacelineError, StageError
@@ -133,11 +134,18 @@ def _observer(run: Run, console: Console | None) -> Observer:
 
 def _note_start(run: Run, observer: AnyObserver) -> None:
     """What the user should know of the checkpoint that the run continues from, and which settings change there."""
-    if run.first_step not in checkpoints.steps(run.run_dir) or not run.nodes.first:
+    if not run.nodes.first:
         return
-    if run.change is not None:
-        changed = {name: f"{before} → {after}" for name, (before, after) in run.change.changed.items()}
+    changes = [] if run.change is None else [run.change]
+    origin = run_directory.read_run_facts(run.run_dir).get("forked_from")
+    if origin is not None and run.first_step == origin["step"]:
+        observer.event("forked", **origin)
+        changes = [change for change in read_changes(run.run_dir) if change.step == run.first_step]
+    for change in changes:
+        changed = {name: f"{before} → {after}" for name, (before, after) in change.changed.items()}
         observer.event("settings", **changed)
+    if run.first_step not in checkpoints.steps(run.run_dir):
+        return
     checkpoints.quarantine_after(run.run_dir, run.first_step)
     for text in run.damaged:
         observer.warn(text)

@@ -44,7 +44,7 @@ def test_each_fixed_setting_is_a_line_with_both_values(tmp_path: Path) -> None:
     with pytest.raises(RunDirectoryError) as caught:
         run_directory.open_run(changed, FACTS, 40)
     assert len(caught.value.errors) == 2 and "optimizer.lr may stay; one run may change plan" in caught.value.errors[-1]
-    assert "made with seed = 0, asked for 3; put it back, or give another run_dir" in str(caught.value)
+    assert "made with seed = 0, asked for 3; put it back, or make another run of it" in str(caught.value)
     assert "made with optimizer.name = 'adamw', asked for 'muon'" in str(caught.value)
     assert run_directory.read_run_settings(tmp_path / "r").optimizer.lr == 0.0006
     assert read_changes(tmp_path / "r") == []

@@ -13,7 +13,7 @@ from paceline.cli.command import guarded
 from paceline.config import Settings, dump_settings
 from paceline.observe.diagnosis.mixture import explain_jitter
 from paceline.observe.run_history import read_history
-from paceline.report.comparison import render_comparison, write_comparison
+from paceline.report.comparison import forked_at, render_comparison, since, write_comparison
 
 
 def write_settings(run_dir, **plan):
@@ -100,3 +100,17 @@ def test_the_command_compares_several_runs(make_run, tmp_path, capsys, monkeypat
     for words in ([], ["--watch"]):
         assert guarded(command.run, words) == 2
         assert "given" in capsys.readouterr().err
+
+
+def test_forks_are_compared_from_the_fork_on(make_run, tmp_path):
+    """Whatever was trained before is the same in both: neither figures nor curves count it."""
+    first, second, other = (make_run(steps=6, name=name) for name in ("first", "second", "other"))
+    facts = {"forked_from": {"run": str(first.absolute()), "step": 4}}
+    runs = [read_history(first), replace(read_history(second), facts=facts)]
+    assert forked_at(runs) == 4
+    part = since(runs[0], 4)
+    assert part.steps.tolist() == [5, 6] and len(part.batches) == len(part.series("loss")) == 2
+    assert part.pooled("loss") == runs[0].pooled("loss", runs[0].steps > 4)
+    assert "Up to step 4 these are one run" in render_comparison(runs)
+    assert forked_at([runs[1], replace(read_history(other), facts=facts)]) == 4, "two forks of one run"
+    assert forked_at([runs[1], read_history(other)]) is None and forked_at([runs[0], read_history(other)]) is None

@@ -18,7 +18,10 @@ from paceline.checkpoint import checkpoints, run_directory
 from paceline.checkpoint.changes import read_changes
 from paceline.cli import main
 from paceline.config import OptimizerConfig
+from paceline.drafter.network import Drafter
 from paceline.drafter.optimizer import learning_rates
+from paceline.run.learner_factory import learner_factory
+from paceline.target_model.shared_weights import load_shared_weights
 from small_runs import built
 
 MakeRun = Callable[..., Path]
@@ -158,10 +161,79 @@ def test_what_cannot_be_forked_is_one_line(make_run: MakeRun, tmp_path: Path, ca
     for words, says in (
         (["--out", str(first)], "is there already"),
         (["--out", out, "--step", "4"], "4"),
-        (["--out", out, "--drafter.block-size", "8"], "made with drafter.block_size = 4, asked for 8"),
     ):
         capfd.readouterr()
         assert main(["fork", str(first), *words]) == 1
         said = capfd.readouterr().err.strip()
         assert says in said and len(said.splitlines()) == 1
     assert not Path(out).exists()
+
+
+def test_a_fork_on_other_data_begins_a_new_epoch_count(
+    make_run: MakeRun, tmp_path: Path, few_chats: Path, capfd
+) -> None:
+    first = run_dir_of(make_run("first", **FIRST))
+    assert main(["train", str(first.with_suffix(".yaml"))]) == 0
+    other, out = tmp_path / "other.jsonl", tmp_path / "elsewhere"
+    other.write_text("\n".join(few_chats.read_text().splitlines()[:50]) + "\n")
+    capfd.readouterr()
+    words = ["--step", "6", "--out", str(out), "--data.train", f"[{other}]", "--train.max_steps", "10"]
+    assert main(["fork", str(first), *words, "--train.epochs", "3"]) == 0
+    said = capfd.readouterr().err
+    assert "other data: a new epoch count begins, step 7 is the first of epoch 1" in said and "data.train" in said
+    assert main(["train", str(out)]) == 0
+    lines = lines_of(out, "step")
+    assert [line["step"] for line in lines] == [7, 8, 9, 10] and lines[0]["epoch"] == 0
+    (event,) = [line for line in lines_of(out, "event") if line["event"] == "forked"]
+    assert event["fields"]["run"] == str(first) and event["fields"]["step"] == 6
+    facts, before = run_directory.read_run_facts(out), run_directory.read_run_facts(first)
+    assert facts["begins"] == {"step": 6, "epoch": 0} and facts["data_fingerprint"] != before["data_fingerprint"]
+    state = checkpoints.read_checkpoint(out, 10)
+    assert state["steps_done"] == 10 and {float(e["step"]) for e in state["optimizer"]["adamw"]["state"].values()} == {
+        10.0
+    }
+    assert main(["train", str(out)]) == 0 and checkpoints.newest_step(out) == 10
+
+
+def test_a_fork_of_another_shape_takes_what_fits(make_run: MakeRun, tmp_path: Path, capfd) -> None:
+    first = run_dir_of(make_run("first", **FIRST))
+    assert main(["train", str(first.with_suffix(".yaml"))]) == 0
+    out = tmp_path / "deeper"
+    capfd.readouterr()
+    words = ["--step", "3", "--out", str(out), "--drafter.num-layers", "3", "--target.taps", "[1]"]
+    assert main(["fork", str(first), *words, "--drafter.block-size", "6"]) == 0
+    said = capfd.readouterr().err
+    assert (
+        "from step 4 on: drafter.block_size 4 → 6" in said
+        and "step 4 is the first of epoch 1, which is planned anew" in said
+    )
+    assert "new tensors, with weights of their own: fc.weight, layers.2.input_layernorm.weight" in said
+    assert "left over, not taken: fc.weight" in said and "moments of 24 of 24 tensors" in said
+
+    run = built(out / "settings.yaml")
+    assert run.first_step == 3 and run.steps[0].step == 4 and run.spec.num_layers == 3
+    learner = learner_factory(run)(load_shared_weights(run.settings.target, run.settings.target.dtype))
+    old, moments = checkpoints.read_checkpoint(first, 3), learner.optimizers["adamw"].state
+    assert learner.steps_done == 3
+    names = list(Drafter(built(first.with_suffix(".yaml")).spec).state_dict())
+    ordered = sorted(names, key=lambda name: old["network"][name].ndim < 2)
+    for name, parameter in learner.network.named_parameters():
+        if name == "fc.weight" or name.startswith("layers.2."):
+            assert parameter not in moments, name
+            continue
+        assert torch.equal(parameter.detach(), old["network"][name]), name
+        theirs = old["optimizer"]["adamw"]["state"][ordered.index(name)]
+        assert torch.equal(moments[parameter]["exp_avg"], theirs["exp_avg"]), name
+    assert main(["train", str(out)]) == 0
+    assert lines_of(out, "step")[0]["step"] == 4 and checkpoints.newest_step(out) == 6
+
+
+def test_a_fork_of_another_seed_plans_its_epoch_anew(make_run: MakeRun, tmp_path: Path, capfd) -> None:
+    """All weights and moments stay; what of the epoch under way is trained may come again, and the fork says so."""
+    first = run_dir_of(make_run("first", **FIRST))
+    assert main(["train", str(first.with_suffix(".yaml"))]) == 0
+    out = tmp_path / "reseeded"
+    assert main(["fork", str(first), "--out", str(out), "--seed", "7", "--train.max_steps", "9"]) == 0
+    assert "step 7 is the first of epoch 1, which is planned anew from its beginning" in capfd.readouterr().err
+    run = built(out / "settings.yaml")
+    assert (run.first_step, run.plan.begin.epoch, run.settings.seed) == (6, 0, 7)

@@ -170,7 +170,7 @@ def _open(run_dir: Path, settings: Settings, facts: Mapping[str, Any], step: int
         if change.changed and step:
             add_change(run_dir, change)
         known = read_run_facts(run_dir)
-        now = {**known, **{name: facts[name] for name in STEERED_FACTS if name in facts}}
+        now = {**facts, **known, **{name: facts[name] for name in STEERED_FACTS if name in facts}}
         if now != known:
             write_text(run_dir / RUN, json.dumps(now, indent=2) + "\n")
         _write_settings(run_dir, settings)
@@ -247,30 +247,39 @@ def versions() -> dict[str, str]:
 
 def _changed_settings(run_dir: Path, settings: Settings) -> Iterator[str]:
     """A line for each setting that may not change; the last also says which others changed, and which may."""
-    before, after = named_values(load_settings(run_dir / SETTINGS)), named_values(absolute_paths(settings))
-    names = dict.fromkeys((*before, *after))
-    changed = [name for name in names if name != "run_dir" and before.get(name) != after.get(name)]
-    fixed = [name for name in changed if kind_of(name) == "fixed"]
+    changed = _differing(run_dir, settings)
+    fixed = fixed_changes(run_dir, settings)
     others = [name for name in changed if name not in fixed]
     asked = f"of the changes asked for, {', '.join(others)} may stay; " if others else ""
     allowed = f"; {asked}one run may change {', '.join((*STEERED, *FREE))}"
-    for name in fixed:
+    for name, (before, after) in fixed.items():
         line = (
-            f"{run_dir}: made with {name} = {before.get(name)!r}, asked for {after.get(name)!r}; put it back, or give "
-            f"another run_dir (drafter.init takes over the weights that `paceline export {run_dir}` writes)"
+            f"{run_dir}: made with {name} = {before!r}, asked for {after!r}; put it back, or make another run of it "
+            f"with `paceline fork {run_dir} --out NEW --{name} ...`"
         )
-        yield line + (allowed if name == fixed[-1] else "")
+        yield line + (allowed if name == list(fixed)[-1] else "")
+
+
+def fixed_changes(run_dir: Path, settings: Settings) -> dict[str, tuple[Any, Any]]:
+    """Settings that one run may not change and that differ from the run's: dotted name → (value there, asked for)."""
+    return {name: pair for name, pair in _differing(run_dir, settings).items() if kind_of(name) == "fixed"}
+
+
+def _differing(run_dir: Path, settings: Settings) -> dict[str, tuple[Any, Any]]:
+    before, after = named_values(load_settings(run_dir / SETTINGS)), named_values(absolute_paths(settings))
+    pairs = {name: (before.get(name), after.get(name)) for name in dict.fromkeys((*before, *after))}
+    return {name: (old, new) for name, (old, new) in pairs.items() if name != "run_dir" and old != new}
 
 
 def _changed_facts(run_dir: Path, facts: Mapping[str, Any]) -> Iterator[str]:
     before = read_run_facts(run_dir)
     for name in facts:
-        if name == "target" and (parts := differing_parts(before.get(name, {}), facts[name])):
+        if name == "target" and name in before and (parts := differing_parts(before.get(name, {}), facts[name])):
             yield (
                 f"{run_dir}: made with another target, which differs in {', '.join(parts)}; "
                 "put back the target that it was started with, or give another run_dir"
             )
-        elif name in ("versions", "target", "target_fingerprint", *STEERED_FACTS):
-            continue
+        elif name in ("versions", "target", "target_fingerprint", *STEERED_FACTS) or name not in before:
+            continue  # a fork that has not begun has few facts
         elif before.get(name) != facts[name]:
             yield f"{run_dir}: its {name.replace('_', ' ')} is not today's; what it was made from has changed"

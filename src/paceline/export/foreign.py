@@ -10,6 +10,7 @@ the commits that docs/comparison.md names:
 | TorchSpec | ``iter_N/`` | ``model/`` (DCP) | ``optimizer/`` (DCP), by place |
 | NeMo AutoModel | ``epoch_E_step_N/`` | ``model/`` (safetensors) | ``optim/`` (DCP), by name |
 | speculators | ``E/`` | ``model.safetensors`` | ``optimizer_state_dict.pt``, by name |
+| paceline | ``checkpoints/step-N/`` | ``drafter.safetensors`` | ``state.pt``, by place |
 
 DCP is torch.distributed.checkpoint. Moments by place are in the order in which the trainer's network registers its
 parameters. The float32 masters beside them show whether that order is right: rounded, they are the stored weights.
@@ -32,6 +33,9 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader, HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
+from paceline.checkpoint import checkpoints
+from paceline.drafter.network import Drafter
+from paceline.drafter.spec import DrafterSpec
 from paceline.errors import ExportError
 from paceline.export.compatibility import build_spec
 from paceline.export.config_keys import integer, layer_ids, read_config, shape_fields
@@ -43,7 +47,6 @@ from paceline.text import first_line, parsed_json
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from paceline.drafter.spec import DrafterSpec
 
 Moments = dict[str, dict[str, "Tensor"]]
 """Tensor name → ``exp_avg``, ``exp_avg_sq`` (of its shape) and ``step`` (0 dimensions), as torch's AdamW keeps them."""
@@ -244,6 +247,21 @@ def _speculators(folder: Path) -> ForeignCheckpoint:
     return ForeignCheckpoint("speculators", folder, state, taken, max(steps, default=None), epoch, spec, left_over)
 
 
+def _ours(folder: Path) -> ForeignCheckpoint:
+    step = int(folder.name.removeprefix(checkpoints.PREFIX))
+    run = folder.parent.parent
+    note, found = checkpoints.read_note(run, step), checkpoints.read_checkpoint(run, step)
+    spec, state = DrafterSpec.from_dict(note["run"]["drafter"]), found["network"]
+    with torch.device("meta"):
+        order = [(name, parameter.ndim) for name, parameter in Drafter(spec).named_parameters()]
+    # Matrices come first in AdamW, then norms, each as the network registers them; Muon leaves it the norms.
+    matrices = [] if "muon" in found["optimizer"] else [name for name, ndim in order if ndim > 1]
+    places = enumerate([*matrices, *(name for name, ndim in order if ndim == 1)])
+    entries = found["optimizer"]["adamw"]["state"]
+    moments = _fitting({name: entries[place] for place, name in places if place in entries}, state)
+    return ForeignCheckpoint("paceline", folder, state, moments, step, note.get("epoch"), spec)
+
+
 @dataclass(frozen=True)
 class _Layout:
     """How a trainer's checkpoints are known, and read."""
@@ -259,6 +277,7 @@ LAYOUTS = {
     "TorchSpec": _Layout("model/.metadata", r"(?P<run>)iter_(?P<number>\d+)", _torchspec),
     "NeMo AutoModel": _Layout("dflash_meta.pt", r"(?P<run>)epoch_\d+_step_(?P<number>\d+)", _nemo),
     "speculators": _Layout("optimizer_state_dict.pt", r"(?P<run>)(?P<number>\d+)", _speculators),
+    "paceline": _Layout(checkpoints.NOTE, r"(?P<run>)step-(?P<number>\d+)", _ours),
 }
 """Trainer → its layout: a file that only its checkpoints have, the names of their folders, the reader."""
 

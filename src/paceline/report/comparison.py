@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -46,14 +47,45 @@ def write_comparison(run_dirs: Sequence[Path], out: Path) -> Path:
     return save_page(render_comparison([read_history(run_dir) for run_dir in run_dirs]), out)
 
 
+def forked_at(runs: Sequence[History]) -> int | None:
+    """The step up to which these runs are one: the first fork among them. None where one is no fork of the others."""
+    origins = [run.facts.get("forked_from") for run in runs]
+    places = {str(run.run_dir.absolute()) for run in runs}
+    forks = [origin for origin in origins if origin is not None]
+    roots = {origin["run"] for origin in forks}
+    alone = [run for run, origin in zip(runs, origins, strict=True) if origin is None]
+    of_one = len(roots) == 1 and all(str(run.run_dir.absolute()) in roots for run in alone)
+    return min(int(origin["step"]) for origin in forks) if forks and (of_one or roots <= places) else None
+
+
+def since(run: History, step: int) -> History:
+    """What a run did after a step."""
+    after = run.steps > step
+    return replace(
+        run,
+        steps=run.steps[after],
+        spans=run.spans[after],
+        epochs=run.epochs[after],
+        windows=run.windows[after],
+        times=run.times[after],
+        batches=[batches for batches, kept in zip(run.batches, after, strict=True) if kept],
+        values={name: column[after] for name, column in run.values.items()},
+        weights={name: column[after] for name, column in run.weights.items()},
+        evaluations=[entry for entry in run.evaluations if entry["step"] > step],
+    )
+
+
 def render_comparison(runs: Sequence[History]) -> str:
     """The whole page."""
-    names = _names(runs)
+    names, fork = _names(runs), forked_at(runs)
+    if fork is not None:
+        runs = [since(run, fork) for run in runs]
     environments = [{key: value for key, value in run.facts.items() if key != "drafter"} for run in runs]
     return render_page(
         "comparison.html.j2",
         shortened(" / ".join(names), 200),
         names=names,
+        fork=fork,
         figures_of=_figures(runs),
         warnings=[
             (name, f) for run, name in zip(runs, names, strict=True) for f in diagnose(run) if f.level == "warning"

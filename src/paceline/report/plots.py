@@ -290,4 +290,6 @@ def _finish(plot: Drawing, run: History, y_label: str, *, form: str = "plain") -
     plot.axes.margins(x=0.01)
     for start in run.starts[1:][-MAX_STARTS:]:
         plot.axes.axvline(start + 0.5, color=MUTED, linewidth=0.8, linestyle=(0, (2, 3)))
+    for event in [event for event in run.events if event.event in ("settings", "forked")][-MAX_STARTS:]:
+        plot.axes.axvline(event.step + 0.5, color=INK, linewidth=1.0)
     plot.finish("step", y_label, form=form)

@@ -60,6 +60,7 @@ def render(run: History, *, refresh_s: int = 0) -> str:
         workers=_workers(run),
         queues=_queues(run),
         memory=_memory(run),
+        changes=_changes(run),
         events=_events(run),
         settings=[(name, shortened(text, 300)) for name, text in flat(run.settings)],
         facts=[(name, shortened(text, 300)) for name, text in flat(run.facts)],
@@ -70,6 +71,10 @@ def _tiles(run: History) -> Rows:
     step, late = int(run.steps[-1]) if run.steps.size else 0, last_part(run)
     planned = f"of {run.total_steps} · " if run.total_steps else ""
     tiles: Rows = [("optimizer steps", str(step), f"{planned}{run.status}")]
+    if origin := run.facts.get("forked_from"):
+        tiles.append(("forked", f"after step {origin['step']}", f"of {origin['run']}"))
+    if begun := run.facts.get("begins"):
+        tiles.append(("begins", f"after step {begun['step']}", f"with epoch {begun['epoch'] + 1} of its data"))
     if not run.steps.size:
         return tiles
     first = run.pooled("loss", slice(0, max(run.steps.size // 10, 1)))
@@ -193,6 +198,16 @@ def _memory(run: History) -> Rows:
         now, most = run.pooled(f"memory/{place}_bytes", late), run.counts(f"memory_peak/{place}_bytes").max()
         rows.append((place.replace("_", " "), size(now) if now > 0 else "–", size(float(most)) if most else "–"))
     return rows
+
+
+def _changes(run: History) -> Rows:
+    """A row for each setting that changed on the way."""
+    return [
+        (f"from step {event.step + 1} on", name, shortened(str(change), 300))
+        for event in run.events
+        if event.event == "settings"
+        for name, change in event.fields.items()
+    ]
 
 
 def _events(run: History) -> Rows:

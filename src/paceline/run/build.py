@@ -29,7 +29,7 @@ from paceline.run.warm_start import check_init
 from paceline.target_model.facts import describe_target
 from paceline.target_model.preconditions import check_loadable, check_repeatable
 from paceline.target_model.taps import check_taps, default_taps
-from paceline.types import HostBatch, TargetFacts
+from paceline.types import HostBatch, PlannedStep, TargetFacts
 
 Made = TypeVar("Made")
 
@@ -130,6 +130,19 @@ def build_run(settings: Settings, models: Models, nodes: Nodes = ALONE) -> Run:
         run_directory.open_run(settings, of_run, first)
     first = nodes.agree(_facts_of_machine(settings, models, source, plan), first)
     return Run(settings, run_dir, facts, models.taps, spec, source, heldout, plan, first, nodes, damaged, change)
+
+
+def step_after(settings: Settings, step: int) -> PlannedStep | None:
+    """The step that a run would take after this one, as it was planned at its last start; None where its epochs end.
+
+    The run's store must be there.
+    """
+    models, before = resolve_models(settings), plans_before(read_changes(Path(settings.run_dir)))
+    train = settings.train.model_copy(update={"max_steps": step + 1})
+    settings, source = settings.model_copy(update={"train": train}), open_store(settings.store_path)
+    replicas = _replicas(settings, ALONE)
+    plan = TrainingPlan(settings, models.spec, models.facts, source, replicas, before, _begin(settings))
+    return plan.steps[-1] if plan.total_steps > step else None
 
 
 def change_of(settings: Settings, step: int | None = None) -> SettingsChange | None:

@@ -112,7 +112,8 @@ class LearnerFactory:
         if self.first_step in checkpoints.steps(self.run_dir):
             return checkpoints.read_checkpoint(self.run_dir, self.first_step)
         if self.drafter.init is not None:
-            return initial_state(self.drafter, self.optimizer)
+            begun = initial_state(self.drafter, self.optimizer, self.spec)
+            return {**begun, "network": {**learner.network.state_dict(), **begun["network"]}}
         return {"network": learner.network.state_dict()}
 
 

@@ -11,11 +11,13 @@ from paceline.drafter.spec import DrafterSpec
 from paceline.errors import ConfigError
 from paceline.export.foreign import ForeignCheckpoint, Moments, read_foreign
 from paceline.export.formats import check_numbers, folder_format, read_drafter
-from paceline.export.weights import check_shapes, content_hash, listed
+from paceline.export.weights import check_shapes, content_hash, expected_shapes, listed
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+FORKED = "forked"
+"""Folder in a forked run that holds the checkpoint which it begins with, where data or shape are others."""
 OF_TARGET = ("hidden_size", "vocab_size")
 OF_SETTINGS = {
     "num_layers": "drafter.num_layers",
@@ -58,18 +60,24 @@ def check_init(settings: Settings, spec: DrafterSpec) -> dict[str, Any]:
         return {**_noted(folder, folder_format(folder), state), "block_size": theirs.block_size}
     where = str(foreign.folder)
     check_numbers(where, foreign.state)
-    if foreign.spec is not None:
-        _check_spec(where, foreign.spec, spec, settings.target.path)
-    check_shapes(where, spec, {name: tuple(tensor.shape) for name, tensor in foreign.state.items()})
-    taken = _moments(foreign, settings.drafter, settings.optimizer)
+    state = foreign.state
+    if _forked(foreign.folder):
+        _check_target(where, foreign.spec, spec, settings.target.path)
+        state = _fitting(state, spec)
+    else:
+        if foreign.spec is not None:
+            _check_spec(where, foreign.spec, spec, settings.target.path)
+        check_shapes(where, spec, {name: tuple(tensor.shape) for name, tensor in state.items()})
+    taken = _moments(foreign, settings.drafter, settings.optimizer, spec)
     return {
         **_noted(where, foreign.trainer, foreign.state),
         "block_size": None if foreign.spec is None else foreign.spec.block_size,
         "step": foreign.step,
         "epoch": foreign.epoch,
         "moments": len(taken),
-        "without_moments": [name for name in foreign.state if name not in taken],
-        "left_over": list(foreign.left_over),
+        "without_moments": [name for name in state if name not in taken],
+        "new": [name for name in expected_shapes(spec) if name not in state],
+        "left_over": [*foreign.left_over, *(name for name in foreign.state if name not in state)],
         "not_in_it": [] if foreign.spec is not None else list(OF_SETTINGS.values()),
     }
 
@@ -87,6 +95,8 @@ def init_lines(noted: Mapping[str, Any]) -> list[str]:
     lines.append(f"moments of {noted['moments']} of {noted['moments'] + len(without)} tensors")
     if noted["moments"] and without:
         lines.append(f"moments that begin at zero: {listed(without)}")
+    if noted["new"]:
+        lines.append(f"new tensors, with weights of their own: {listed(noted['new'])}")
     if left:
         lines.append(f"left over, not taken: {listed(left)}")
     if noted["not_in_it"]:
@@ -94,37 +104,62 @@ def init_lines(noted: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def initial_state(drafter: DrafterConfig, optimizer: OptimizerConfig) -> dict[str, Any]:
-    """What `Learner.begin` takes: weights in float32; with `init_step` also the steps, and what moments there are."""
+def initial_state(drafter: DrafterConfig, optimizer: OptimizerConfig, spec: DrafterSpec) -> dict[str, Any]:
+    """What `Learner.begin` takes: weights in float32; with `init_step` also the steps, and what moments there are.
+
+    Tensors that a fork does not take over are not among them.
+    """
     folder = str(drafter.init)
     foreign = read_foreign(folder)
-    state = read_drafter(folder)[1] if foreign is None else foreign.state
+    state = read_drafter(folder)[1] if foreign is None else _fitting(foreign.state, spec)
     begun: dict[str, Any] = {"network": {name: tensor.float() for name, tensor in state.items()}}
     if drafter.init_step is not None:
-        moments = {} if foreign is None else _moments(foreign, drafter, optimizer)
+        moments = {} if foreign is None else _moments(foreign, drafter, optimizer, spec)
         begun |= {"steps_done": drafter.init_step, "moments": moments}
     return begun
 
 
-def _moments(foreign: ForeignCheckpoint, drafter: DrafterConfig, optimizer: OptimizerConfig) -> Moments:
+def _moments(
+    foreign: ForeignCheckpoint, drafter: DrafterConfig, optimizer: OptimizerConfig, spec: DrafterSpec
+) -> Moments:
     """The moments that a run takes: those of parameters which its own AdamW moves, where it counts on."""
     if drafter.init_step is None or optimizer.state != "float32":
         return {}
-    of_muon = optimizer.name == "muon"
-    return {name: entry for name, entry in foreign.moments.items() if not of_muon or entry["exp_avg"].ndim < 2}
+    fitting, of_muon = _fitting(foreign.state, spec), optimizer.name == "muon"
+    return {
+        name: foreign.moments[name]
+        for name in fitting
+        if name in foreign.moments
+        if not of_muon or fitting[name].ndim < 2
+    }
+
+
+def _forked(folder: Path) -> bool:
+    """Whether this is the checkpoint that a fork begins with, whose shape may be another."""
+    return folder.parent.parent.name == FORKED
+
+
+def _fitting(state: Mapping[str, Tensor], spec: DrafterSpec) -> dict[str, Tensor]:
+    wanted = expected_shapes(spec)
+    return {name: tensor for name, tensor in state.items() if tuple(tensor.shape) == wanted.get(name)}
 
 
 def _noted(folder: str, format: str, state: Mapping[str, Tensor]) -> dict[str, Any]:
     return {"folder": str(Path(folder).absolute()), "format": format, "content_hash": content_hash(state)}
 
 
-def _check_spec(folder: str, theirs: DrafterSpec, spec: DrafterSpec, target: str) -> None:
+def _check_target(folder: str, theirs: DrafterSpec | None, spec: DrafterSpec, target: str) -> None:
+    assert theirs is not None, "a checkpoint of ours says what drafter it is"
     differ = [f"{name} {getattr(theirs, name)}" for name in OF_TARGET if getattr(theirs, name) != getattr(spec, name)]
     if differ:
         have = ", ".join(f"{name} {getattr(spec, name)}" for name in OF_TARGET)
         raise ConfigError(
             f"drafter.init: {folder} was made for another target, with {', '.join(differ)}; {target} has {have}"
         )
+
+
+def _check_spec(folder: str, theirs: DrafterSpec, spec: DrafterSpec, target: str) -> None:
+    _check_target(folder, theirs, spec, target)
     wanted = [
         f"{setting}: {_as_setting(getattr(theirs, name))}"
         for name, setting in OF_SETTINGS.items()
