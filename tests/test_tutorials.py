@@ -104,9 +104,9 @@ def test_the_settings_of_the_night(project, tmp_path) -> None:
 
 def test_every_shown_command_can_be_read(project) -> None:
     pages = [project / "README.md", *sorted((project / "docs").glob("*.md"))]
-    shown = [(page.name, words) for page in pages for words in commands(page)]
-    assert len(shown) > 60
-    for page, (name, *words) in shown:
+    shown = {tuple(words): page.name for page in pages for words in commands(page)}
+    assert len(shown) > 50
+    for (name, *words), page in shown.items():
         module = importlib.import_module(f"paceline.cli.{name}")
         end = words.index("--run") if name == "serve" and "--run" in words else len(words)
         try:

@@ -1,4 +1,4 @@
-"""The package as a wheel in an environment of its own: whole, and the demo works in any folder."""
+"""The package as a wheel in a new environment: nothing is missing, and the demo works in any folder."""
 
 from __future__ import annotations
 
