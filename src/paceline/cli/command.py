@@ -51,7 +51,7 @@ def parse(
     """
     if settings:
         _help_on_settings(argv)
-        sections = ", ".join(name for name, info in Settings.model_fields.items() if name in _sections())
+        sections = ", ".join(name for name in Settings.model_fields if name in _sections())
         description += (
             f"\nSettings (YAML keys, or flags of the same dotted name, for example --optimizer.lr 3e-4): {sections}.\n"
             f"`{prog} --help SECTION` explains those of a section, `{prog} --help-all` all of them."

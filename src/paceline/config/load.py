@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import types
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -113,9 +114,10 @@ def setting_rows(model: type[BaseModel] = Settings, prefix: KeyPath = ()) -> Ite
             yield ".".join((*prefix, name)), _type_text(info.annotation), text, info.description or ""
 
 
-def known_names() -> list[str]:
+@cache
+def known_names() -> tuple[str, ...]:
     """Dotted names of all settings."""
-    return [name for name, *_ in setting_rows()]
+    return tuple(name for name, *_ in setting_rows())
 
 
 def hint_for(name: str) -> str:
