@@ -34,6 +34,9 @@ _READING = """## How to read them
   Judge a stage by the middle of a run, not by its last steps.
 - **Workers.** `worker/{worker}/busy` and `worker/{worker}/real_tokens_per_s` are of the whole time of a line; their
   ratio is the speed while the worker works, by which workers are compared.
+  Power, temperature and clock of cards need `pip install 'paceline[nvml]'`, and a pipeline.
+- **Micro-batches.** With `observe.micro_batches: true` the loss of each one is a line of `micro_batches.jsonl`, and a
+  detail of its step in the trace. Their mean, weighted by `weight`, is the loss of the step.
 - **After a kill.** A run that was killed between a checkpoint and its line resumes without the metrics of those steps;
   a note says which. `progress/epoch_samples` and `progress/epoch_coverage` are then left out until the next epoch, and
   the counts since the run began lack those steps.

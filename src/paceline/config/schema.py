@@ -347,6 +347,9 @@ class ObserveConfig(Section):
     """Program and arguments that are run at an alert, which is one JSON object on its standard input. Empty: none."""
     alert_jump: float = Field(default=8.0, gt=0)
     """A step loss this many times its usual scatter above the recent steps is an alert."""
+    micro_batches: bool = False
+    """Write the loss of each micro-batch to micro_batches.jsonl in the run directory, and into the steps of the
+    trace."""
     trace: bool = False
     """Write spans of every stage to trace.json in the run directory, which ui.perfetto.dev opens."""
     profile_steps: list[int] | None = None

@@ -28,6 +28,7 @@ from paceline.observe.metrics_file import (
     StepLine,
     gap_text,
 )
+from paceline.observe.micro_batch_file import MICRO_BATCHES_FILE, MicroBatchFile, micro_batch_lines
 from paceline.observe.trace import TRACE_FILE, TraceFile
 from paceline.observe.trackers import TrackerContext, wanted
 from paceline.observe.trackers.tracker_process import Tracker
@@ -106,6 +107,7 @@ class Observer:
         self._alerts: Alerts | None = None
         self._file: MetricsFile | None = None
         self._trace: TraceFile | None = None
+        self._micro_batches: MicroBatchFile | None = None
         self._diagnosis = LiveDiagnosis(run_dir, settings.diagnose_every_steps, total_steps, first_step)
         self._spikes = SpikeWatch(total_steps)
         self._newest: dict[str, tuple[int, float]] = {}
@@ -124,6 +126,8 @@ class Observer:
             self._alerts = Alerts(settings, self._run_dir, self.warn)
         if settings.trace:
             self._trace = TraceFile(self._run_dir / TRACE_FILE)
+        if settings.micro_batches:
+            self._micro_batches = MicroBatchFile(self._run_dir / MICRO_BATCHES_FILE, self._step)
         begins = self._header.get("begins", {}).get("step", 0)
         self._file = MetricsFile(self._run_dir / METRICS_FILE, self._step, begins)
         before = self._file.last_step_line
@@ -161,7 +165,11 @@ class Observer:
             self._epoch_samples += report.samples
         previous = report.seconds if self._recent_s is None else self._recent_s
         self._recent_s = _SPEED_MEMORY * previous + (1 - _SPEED_MEMORY) * report.seconds
-        self._draw(lambda trace: trace.step(report, time.time()))
+        losses = None
+        if self._micro_batches is not None:
+            self._micro_batches.step(report)
+            losses = {line["batch"]: line["loss"] for line in micro_batch_lines(report)}
+        self._draw(lambda trace: trace.step(report, time.time(), losses))
         spike = self._spikes.see(report)
         if spike is not None:
             self._event("gradient-spike", spike)
@@ -231,6 +239,9 @@ class Observer:
         self._trackers, self._alerts = [], None
         self._draw(lambda trace: trace.close())
         self._trace = None
+        if self._micro_batches is not None:
+            self._micro_batches.close()
+            self._micro_batches = None
         if self._file is None:
             return
         self._event("closed", {"status": status} | ({"dropped_lines": dropped} if dropped else {}))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -59,11 +60,18 @@ class TraceFile:
         process_id, _ = self._place(process, name)
         self._event({"ph": "C", "name": name, "pid": process_id, "tid": 0, "ts": at_s * 1e6, "args": values})
 
-    def step(self, report: StepReport, ended_s: float) -> None:
-        """An optimizer step, with how long each stage was busy, starved and blocked in it."""
+    def step(self, report: StepReport, ended_s: float, losses: Mapping[int, Any] | None = None) -> None:
+        """An optimizer step, with how long each stage was busy, starved and blocked in it.
+
+        Args:
+            report: of the step.
+            ended_s: when it ended.
+            losses: of its micro-batches, by place in the plan, where they are asked for.
+        """
         start_s = ended_s - report.seconds
         details = {"loss": _number(report.loss.value), "samples": report.samples, "batches": list(report.batches)}
         details |= {"seconds": {place: round(spent_s, 6) for place, spent_s in report.waits_s.items()}}
+        details |= {"micro_batch_losses": dict(losses)} if losses is not None else {}
         name = f"step {report.step}"
         self.span("trainer", "steps", name, start_s, ended_s, window=report.window, epoch=report.epoch, **details)
 

@@ -136,7 +136,9 @@ class Coordinator:
         self._to_save: int | None = None
         self._num_saving = 0
         self._account = TimeAccount(worker.key for worker in (*self._targets, *self._drafters))
-        self._telemetry = PipelineTelemetry(telemetry, pool.num_bytes // pool.num_buffers, pool.token_bytes)
+        devices = dict(zip((worker.key for worker in self._targets), flow.target_devices, strict=False))
+        devices |= dict(zip((worker.key for worker in self._drafters), flow.drafter_devices, strict=False))
+        self._telemetry = PipelineTelemetry(telemetry, pool.num_bytes // pool.num_buffers, pool.token_bytes, devices)
         self.last_step: int | None = None
 
     def run(self) -> Iterator[tuple[StepReport, StepTimes]]:

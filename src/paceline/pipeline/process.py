@@ -111,8 +111,8 @@ def run_child(
         factory: builds the stage from ``arguments``; both must pickle.
         arguments: for the factory.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(threads)
     inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(connection, inbox), daemon=True).start()

@@ -1,7 +1,13 @@
-"""Ctrl-C and SIGTERM: the first asks for an orderly stop, the second interrupts. SIGUSR1 asks for a checkpoint."""
+"""What a training run does on signals.
+
+Ctrl-C and SIGTERM: the first asks for an orderly stop, the second interrupts. SIGUSR1 asks for a checkpoint, and so
+does SIGHUP, unless the run writes to a terminal: that has been closed then, and the run stops in order. Where SIGHUP is
+ignored (nohup), it stays so.
+"""
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Callable
 from types import FrameType
@@ -22,6 +28,7 @@ class GracefulStop:
     def __init__(self, notice: Callable[[str], None], save: Callable[[], None] = lambda: None) -> None:
         self._notice, self._save, self._asked, self.training = notice, save, False, False
         self._before: dict[signal.Signals, Any] = {}
+        self._terminals: list[int] = []
 
     def __call__(self) -> bool:
         """Whether a stop was asked for."""
@@ -31,11 +38,24 @@ class GracefulStop:
         for number in (signal.SIGINT, signal.SIGTERM):
             self._before[number] = signal.signal(number, self._react)
         self._before[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, lambda number, frame: self._save())
+        self._terminals = [number for number in (1, 2) if os.isatty(number)]
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+            self._before[signal.SIGHUP] = signal.signal(signal.SIGHUP, self._hang_up)
         return self
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
+
+    def _hang_up(self, number: int, frame: FrameType | None) -> None:
+        self._save()
+        if not self._terminals:
+            return
+        self._asked = True
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for terminal in self._terminals:  # writing to a closed one is an error
+            os.dup2(nowhere, terminal)
+        os.close(nowhere)
 
     def _react(self, number: int, frame: FrameType | None) -> None:
         if self._asked:

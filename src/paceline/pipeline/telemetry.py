@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from paceline.device import peak_allocated_bytes, peak_resident_bytes
+from paceline.pipeline.card_sensors import CardSensors
 from paceline.pipeline.messages import (
     DrafterTask,
     FeaturesReady,
@@ -153,12 +154,13 @@ class PipelineTelemetry:
     Args:
         telemetry: takes them in.
         buffer_bytes, token_bytes: size of one buffer of the pool, and of one token's features in it.
+        devices: of each worker by its key.
     """
 
-    def __init__(self, telemetry: Telemetry, buffer_bytes: int, token_bytes: int) -> None:
-        self._telemetry = telemetry
+    def __init__(self, telemetry: Telemetry, buffer_bytes: int, token_bytes: int, devices: Mapping[str, str]) -> None:
+        self._telemetry, self._sensors = telemetry, CardSensors(devices)
         self._buffer_bytes, self._token_bytes = buffer_bytes, token_bytes
-        self._memory: dict[str, int] = {}
+        self._memory: dict[str, float] = {}
         self._transport_noted = False
 
     def probed(self, probed: Probed) -> None:
@@ -192,14 +194,15 @@ class PipelineTelemetry:
 
     def memory(self, worker: str, resident: int, allocated: int) -> None:
         """Peak memory of a worker, by its key."""
-        self._memory[f"memory_peak/{worker}_bytes"] = resident
+        self._memory |= dict.fromkeys((f"memory_peak/{worker}_bytes", f"worker/{worker}/memory_bytes"), resident)
         if allocated:
-            self._memory[f"memory_peak/{worker}_gpu_bytes"] = allocated
+            names = (f"memory_peak/{worker}_gpu_bytes", f"worker/{worker}/gpu_memory_bytes")
+            self._memory |= dict.fromkeys(names, allocated)
 
     def depths(self, hosts: Sequence[HostBatch], features: Sequence[DrafterTask], free: int) -> None:
-        """What waits at the end of a step, and the memory known so far."""
-        for name, size in self._memory.items():
-            self._telemetry.gauge(name, size)
+        """What waits at the end of a step, the memory known so far, and what the cards' sensors say."""
+        for name, value in {**self._memory, **self._sensors.look()}.items():
+            self._telemetry.gauge(name, value)
         tokens = sum(task.host.planned.real_tokens for task in features)
         for queue, items, size in (
             ("host_batches", len(hosts), sum(host.num_bytes() for host in hosts)),

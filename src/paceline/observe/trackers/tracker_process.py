@@ -12,6 +12,7 @@ import contextlib
 import importlib
 import os
 import selectors
+import signal
 import subprocess
 import sys
 import time
@@ -216,6 +217,7 @@ class Tracker:
 def serve() -> None:
     """The child's end: start the backend named in the first message, then take lines until it is closed or fails."""
     answers = os.fdopen(os.dup(1), "wb", buffering=0)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the trainer decides what becomes of a run whose terminal is closed
     os.dup2(2, 1)  # what a package prints must not be taken for an answer
     backend: TrackerBackend | None = None
     for row in sys.stdin.buffer:
