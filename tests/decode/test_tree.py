@@ -204,7 +204,52 @@ def test_sampled_walks_follow_the_target(make_pair, prompts):
             assert ids == plain
 
 
-def test_targets_that_cannot_are_refused(make_pair):
+def test_recurrent_targets_decode_with_trees(make_pair, prompts):
+    """Each branch has a copy of the state, and what is kept is read once more: the answer is the target's own."""
     target, network = make_pair("qwen3_5_text")
-    with pytest.raises(TargetError, match=r"recurrent layers, whose state.*decode with the chain, one prompt"):
+    whole = greedy_decode(target, prompts[1], max_new_tokens=5).ids
+    decoded = tree_decode(target, network, prompts[1], max_new_tokens=5, budget=9)
+    assert decoded.ids == whole
+    assert decoded.replayed_tokens >= len(decoded.accepted)
+
+
+def test_trees_on_recurrent_targets_accept_whole_branches(make_pair, prompts, monkeypatch):
+    """The right tokens are never the drafter's first choice, so every kept branch is another than the first."""
+    from paceline.decode import session
+    from paceline.decode import tree as module
+
+    monkeypatch.setattr(session, "MOST_PATHS", 5)
+    target, network = make_pair("qwen3_next")
+    prompt = prompts[4]
+    whole = greedy_decode(target, prompt, max_new_tokens=20).ids
+
+    def informed(target, drafts, token, position):
+        place = position - len(prompt)
+        logits = torch.zeros(3, 97)
+        for slot in range(3):
+            logits[slot, whole[place + 1 + slot]] = 12.0
+            logits[slot, (whole[place + 1 + slot] + 7) % 97] = 12.5
+        return logits
+
+    monkeypatch.setattr(module, "draft_logits", informed)
+    decoded = tree_decode(target, network, prompt, max_new_tokens=12, budget=14)
+    assert decoded.ids == whole[:12] and max(decoded.accepted) == 3
+
+
+def test_paths_of_a_tree_hold_every_node():
+    logits = torch.randn(4, 9, generator=torch.Generator().manual_seed(3))
+    tree = build_tree(logits, 20)
+    paths = tree.paths()
+    assert {node for path in paths for node in path} == set(range(20))
+    for path in paths:
+        assert [int(tree.parents[node]) for node in path] == [-1, *path[:-1]]
+
+
+def test_targets_that_cannot_are_refused(make_pair, monkeypatch):
+    """A state that is not copied row by row would answer wrongly without an error."""
+    from paceline.decode import kv_cache as module
+
+    target, network = make_pair("qwen3_5_text")
+    monkeypatch.setattr(module, "_repeated", lambda value, count: value)
+    with pytest.raises(TargetError, match=r"several continuations at once.*decode with the chain"):
         tree_decode(target, network, [5, 9], max_new_tokens=10, budget=8)

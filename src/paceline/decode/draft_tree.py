@@ -43,6 +43,19 @@ class DraftTree:
             ancestors = np.where(ancestors < 0, -1, self.parents[ancestors])
         return seen[:, :count]
 
+    def paths(self) -> list[list[int]]:
+        """Nodes from a child of the anchor to a leaf, one list a leaf; all nodes are in one."""
+        inner = set(self.parents.tolist())
+        found = []
+        for leaf in range(len(self.tokens)):
+            if leaf in inner:
+                continue
+            path = [leaf]
+            while (parent := int(self.parents[path[-1]])) >= 0:
+                path.append(parent)
+            found.append(path[::-1])
+        return found
+
 
 def build_tree(logits: Tensor, budget: int, *, temperature: float = 1.0, chain: bool = False) -> DraftTree:
     """The tree of the most probable prefixes.

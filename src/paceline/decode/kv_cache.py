@@ -105,6 +105,17 @@ class GrowingLayer(DynamicLayer):
         if self._room is not None:
             self._room = self._room[0][rows.to(self.device)], self._room[1][rows.to(self.device)]
 
+    def repeated(self, count: int) -> GrowingLayer:
+        """A layer of several sequences, each with the tokens of this one's only sequence."""
+        copy = GrowingLayer(self.window, forgets=False)
+        copy.dropped, copy.held = self.dropped, self.held
+        if self._room is not None:
+            copy.device, copy.is_initialized = self.device, True
+            keys, values = (part[:, :, : self.held].expand(count, -1, -1, -1) for part in self._room)
+            room = max(2 * self.held, SMALLEST)
+            copy._room = enlarged(keys, room), enlarged(values, room)
+        return copy
+
     def add_rows(self, other: GrowingLayer) -> None:
         """Takes the sequences of another layer below its own; columns beyond what one holds mean nothing."""
         if other._room is None:
@@ -158,6 +169,34 @@ def new_cache(config: Any, *, forgets: bool = True) -> Any:
         elif not is_recurrent(layer) and hasattr(layer, "activate_past_recording"):
             layer.activate_past_recording()
     return cache
+
+
+def forked(cache: Any, config: Any, count: int) -> Any:
+    """A cache of several sequences, each of which has read what the one sequence of this cache has.
+
+    Args:
+        cache: of `new_cache`, of one sequence; it stays as it is.
+        config: of the model.
+        count: sequences of the new one.
+    """
+    copies = new_cache(config)
+    for index, layer in enumerate(cache.layers):
+        if isinstance(layer, GrowingLayer):
+            copies.layers[index] = layer.repeated(count)
+        else:
+            state = {name: _repeated(value, count) for name, value in snapshot(layer).items()}
+            restore(copies.layers[index], state)
+    return copies
+
+
+def _repeated(value: Any, count: int) -> Any:
+    if isinstance(value, Tensor):
+        return value.repeat_interleave(count, dim=0) if value.dim() > 1 and value.shape[0] == 1 else value
+    if isinstance(value, dict):
+        return {key: _repeated(entry, count) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_repeated(entry, count) for entry in value)
+    return value
 
 
 def is_recurrent(layer: Any) -> bool:

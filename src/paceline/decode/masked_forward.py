@@ -137,7 +137,7 @@ def _refusal(target: TargetModel) -> str:
     text = target.model.config.get_text_config(decoder=True)
     cache = new_cache(target.model.config)
     if not all(isinstance(layer, GrowingLayer) for layer in cache.layers):
-        return "has recurrent layers, whose state cannot leave out rejected drafts"
+        return "has recurrent layers, whose state cannot leave out rejected drafts of several prompts"
     if "chunked_attention" in (getattr(text, "layer_types", None) or ()):
         return "has layers that attend within chunks, for which no mask is made"
     if len(cache.layers) != len(target.structure.layers):

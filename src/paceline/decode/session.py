@@ -1,7 +1,8 @@
 """One sequence in the target while decoding: its cache, its taps, its logits, and the way back after rejected drafts.
 
 Attention caches are cut. Recurrent state (state-space and linear-attention layers) cannot be cut: it is kept aside
-before tokens that may be rejected are read, put back, and the accepted tokens are read again.
+before tokens that may be rejected are read, put back, and the accepted tokens are read again. Several continuations are
+read side by side, each with a copy of the state.
 
 Shape letters: T tokens, V vocabulary, N taps, H hidden size.
 """
@@ -9,12 +10,13 @@ Shape letters: T tokens, V vocabulary, N taps, H hidden size.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from paceline.decode.kv_cache import GrowingLayer, is_recurrent, layer_bytes, new_cache, restore, snapshot
+from paceline.decode.kv_cache import GrowingLayer, forked, is_recurrent, layer_bytes, new_cache, restore, snapshot
 from paceline.decode.masked_forward import PROBE_ERROR, MaskedForward, Visibility, check_masks
 from paceline.errors import TargetError
 from paceline.target_model.model import TargetModel
@@ -22,6 +24,10 @@ from paceline.text import first_line
 
 TOKENS, FIRST, WRONG = 8, 3, 2
 """Tokens of the trial, how many of them are cached before the others follow, and how many are read and taken back."""
+MOST_PATHS = 32
+"""Continuations that are read in one forward at most; each has a copy of the cache."""
+_paths: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+"""Why a model cannot read several continuations, by model; empty where it can."""
 _ways: weakref.WeakKeyDictionary[Any, bool | str] = weakref.WeakKeyDictionary()
 """Whether a model continues in blocks, by model; a text says why it cannot decode at all."""
 
@@ -129,13 +135,43 @@ class TargetSession:
         """Whether the target has state that cannot be cut, so that rejected drafts cost a second forward."""
         return bool(self._recurrent)
 
+    @torch.no_grad()
+    def read_paths(self, ids: Tensor, paths: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+        """Reads several continuations side by side; the session stays as it is.
+
+        Args:
+            ids: int64 [T].
+            paths: of each continuation the places of its tokens in `ids`; every place is in one of them.
+
+        Returns:
+            Logits [T, V] and features [T, N·H] of each place, behind the tokens before it in its path.
+        """
+        width = max(map(len, paths))
+        places = torch.tensor([[*path, *[path[0]] * (width - len(path))] for path in paths], device=ids.device)
+        where = {place: (row, step) for row, path in enumerate(paths) for step, place in enumerate(path)}
+        found: list[tuple[Tensor, Tensor]] = []
+        for some in places.split(MOST_PATHS):
+            cache = forked(self.cache, self.target.model.config, len(some))
+            positions = torch.arange(self.length, self.length + width, device=ids.device).expand(len(some), -1)
+            size = 1 if self._by_token and self.length else width
+            parts = [
+                self._reader.read(cache, ids[columns], at)
+                for columns, at in zip(some.split(size, dim=1), positions.split(size, dim=1), strict=True)
+            ]
+            found.append((torch.cat([part[0] for part in parts], 1), torch.cat([part[1] for part in parts], 1)))
+        rows, steps = torch.tensor([where[place] for place in range(len(ids))], device=ids.device).T
+        return torch.cat([part[0] for part in found])[rows, steps], torch.cat([part[1] for part in found])[rows, steps]
+
     def check_branches(self) -> None:
         """Refuses a target in which several continuations cannot be read at once.
 
         Raises:
             TargetError: one line; see `check_masks`.
         """
-        check_masks(self.target)
+        if self.replays:
+            check_paths(self.target)
+        else:
+            check_masks(self.target)
 
     def keep_places(self, start: int, places: Tensor) -> None:
         """Keeps, of the tokens read at `start` and after, those at the given places, in that order.
@@ -153,6 +189,39 @@ class TargetSession:
     def used_bytes(self) -> int:
         """Bytes of the cached tokens and of recurrent state."""
         return sum(layer_bytes(layer) for layer in self.cache.layers)
+
+
+def check_paths(target: TargetModel) -> None:
+    """Refuses a target with recurrent layers whose state cannot be copied for several continuations.
+
+    A few tokens are read as two continuations and one after the other, once a model.
+
+    Raises:
+        TargetError: one line with the reason.
+    """
+    if target.model not in _paths:
+        _paths[target.model] = _path_error(target)
+    if reason := _paths[target.model]:
+        raise TargetError(f"{target.facts.path}: {reason}; decode with the chain")
+
+
+@torch.no_grad()
+def _path_error(target: TargetModel) -> str:
+    ids = torch.arange(TOKENS, device=target.device) * 7 % target.facts.vocab_size
+    paths = [[0, 1, 2], [0, 3]]
+    session = TargetSession(target)
+    session.read(ids[:FIRST])
+    try:
+        found, _ = session.read_paths(ids[FIRST : FIRST + 4], paths)
+        for path in paths:
+            alone, _ = session.read(ids[FIRST : FIRST + 4][path])
+            session.rewind(FIRST)
+            difference = float((found[path] - alone).norm() / alone.norm().clamp_min(1e-30))
+            if not difference <= PROBE_ERROR.get(target.dtype, 1e-3):
+                return f"gives other logits for several continuations at once (relative difference {difference:.2g})"
+    except (RuntimeError, ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
+        return f"cannot read several continuations at once ({first_line(error)})"
+    return ""
 
 
 def reads_blocks(target: TargetModel) -> bool:

@@ -1,8 +1,9 @@
 """Decoding with a draft tree: all nodes verified by one target forward, the longest branch that it confirms is kept.
 
 A node sees the context and its ancestors, in layers with a window as far as that reaches from its own position: the
-anchor's plus its depth. Afterwards the cache keeps the branch's keys and values only. Greedy, or each token drawn from
-the target on the way down the tree.
+anchor's plus its depth. Afterwards the cache keeps the branch's keys and values only. Recurrent state knows no masks:
+there each branch from the anchor to a leaf is a row with a copy of the cache, and the kept branch is read once more.
+Greedy, or each token drawn from the target on the way down the tree.
 """
 
 from __future__ import annotations
@@ -54,7 +55,11 @@ class Tree:
         tree = build_tree(logits, self._budget, temperature=self._temperature, chain=self._chain)
         places, tokens, features = _verify(session, tree, token, start, self._choice)
         kept = torch.tensor(places, device=session.target.device)
-        session.keep_places(start, kept)
+        if session.replays:
+            session.read(torch.tensor([token, *tokens[:-1]], device=session.target.device), last_only=True)
+            session.replayed_tokens += len(places)
+        else:
+            session.keep_places(start, kept)
         self._drafts.extend(features[kept])
         return PassTokens(tokens, int(tree.depths.max(initial=0)))
 
@@ -76,7 +81,7 @@ def tree_decode(
     """Answers one prompt with draft trees.
 
     Args:
-        target: the verifying model; its layers attend, over everything or a window.
+        target: the verifying model.
         network: the drafter.
         prompt_ids: tokens of the prompt.
         max_new_tokens: longest answer, exact to the token.
@@ -88,7 +93,7 @@ def tree_decode(
         on_tokens: called while the answer grows, see `OnTokens`.
 
     Raises:
-        TargetError: the target has recurrent layers, where branches that fall cannot be left out, or takes no masks.
+        TargetError: the target takes no masks, or its recurrent state cannot be copied.
         DataError, DrafterError: as `speculative_decode`.
     """
     check_pair(target, network.spec)
@@ -106,14 +111,7 @@ def _verify(
     Returns:
         Places (0 = anchor) that stand, the tokens after the anchor with the target's own at the end, and all features.
     """
-    device = session.target.device
-    count = len(tree.tokens) + 1
-    seen = np.zeros((count, count), dtype=bool)
-    seen[:, 0] = True
-    seen[1:, 1:] = tree.visible()
-    ids = torch.tensor([token, *tree.tokens.tolist()], device=device)
-    positions = start + torch.tensor([0, *tree.depths.tolist()], device=device)
-    logits, features = session.read(ids, positions=positions, mask=torch.as_tensor(seen, device=device))
+    logits, features = _read(session, tree, token, start)
     children = {
         (int(parent) + 1, int(child)): node + 1
         for node, (parent, child) in enumerate(zip(tree.parents, tree.tokens, strict=True))
@@ -126,3 +124,18 @@ def _verify(
             return places, tokens, features
         here = nearest
         places.append(here)
+
+
+def _read(session: TargetSession, tree: DraftTree, token: int, start: int) -> tuple[Tensor, Tensor]:
+    """Logits [1 + N, V] and features of anchor and nodes."""
+    device = session.target.device
+    count = len(tree.tokens) + 1
+    if session.replays:
+        ids = torch.tensor([token, *tree.tokens.tolist()], device=device)
+        return session.read_paths(ids, [[0, *(node + 1 for node in path)] for path in tree.paths() or [[]]])
+    seen = np.zeros((count, count), dtype=bool)
+    seen[:, 0] = True
+    seen[1:, 1:] = tree.visible()
+    ids = torch.tensor([token, *tree.tokens.tolist()], device=device)
+    positions = start + torch.tensor([0, *tree.depths.tolist()], device=device)
+    return session.read(ids, positions=positions, mask=torch.as_tensor(seen, device=device))

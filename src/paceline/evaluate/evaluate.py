@@ -20,6 +20,7 @@ from paceline.decode.compatibility import check_pair, fitting
 from paceline.decode.loop import plain_decode
 from paceline.decode.masked_forward import check_masks
 from paceline.decode.sampling import Greedy, Sampled, TokenChooser
+from paceline.decode.session import TargetSession
 from paceline.decode.tree import tree_decode
 from paceline.evaluate.memory import measure_memory
 from paceline.evaluate.metrics import GroupTau, Lossless, by_context, group, histogram, macro_tau, slot_rates
@@ -47,8 +48,10 @@ def check_way(target: TargetModel, settings: EvaluateConfig) -> None:
     Raises:
         TargetError: several prompts at once, or draft trees, on a target that cannot: one line with the reason.
     """
-    if settings.batch_size > 1 or settings.tree_budget is not None:
+    if settings.batch_size > 1:
         check_masks(target)
+    elif settings.tree_budget is not None:
+        TargetSession(target).check_branches()
 
 
 def evaluate(
