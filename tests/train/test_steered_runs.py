@@ -230,8 +230,15 @@ def test_a_fork_of_another_shape_takes_what_fits(make_run: MakeRun, tmp_path: Pa
 
 def test_a_fork_of_another_seed_plans_its_epoch_anew(make_run: MakeRun, tmp_path: Path, capfd) -> None:
     """All weights and moments stay; what of the epoch under way is trained may come again, and the fork says so."""
-    first = run_dir_of(make_run("first", **FIRST))
+    first = run_dir_of(make_run("first", **FIRST, data={"store": None}))  # its store is inside the run
     assert main(["train", str(first.with_suffix(".yaml"))]) == 0
+    assert main(["fork", str(first), "--out", str(tmp_path / "slow"), "--optimizer.lr", "1e-4"]) == 0
+    assert "other data" not in capfd.readouterr().err
+    slow = run_directory.read_run_facts(tmp_path / "slow")
+    assert (
+        "begins" not in slow
+        and slow["data_fingerprint"] == built(tmp_path / "slow" / "settings.yaml").source.fingerprint
+    )
     out = tmp_path / "reseeded"
     assert main(["fork", str(first), "--out", str(out), "--seed", "7", "--train.max_steps", "9"]) == 0
     assert "step 7 is the first of epoch 1, which is planned anew from its beginning" in capfd.readouterr().err

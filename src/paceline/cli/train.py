@@ -172,13 +172,14 @@ def ready_store(settings: Settings, facts: TargetFacts) -> None:
         settings: of the run.
         facts: of its target.
     """
+    from paceline.checkpoint.checkpoints import steps
     from paceline.cli.prepare import check_prepared, prepare_heldout, prepare_run, render, use_of
     from paceline.data.holdout import heldout_files
     from paceline.data.prepare import check_store
 
     started = is_run_directory(Path(settings.run_dir))
     if settings.data.train and not (started and settings.store_path.is_dir()):
-        if started:
+        if started and steps(Path(settings.run_dir)):
             command.notice(f"{settings.store_path}: the store of this run is missing; it is made again")
         report = prepare_run(settings)
         use = use_of(report.store, settings)

@@ -56,7 +56,7 @@ def fork_run(run_dir: Path, settings: Settings, step: int) -> list[str]:
     if settings.data.train != old.data.train:
         fixed["data.train"] = (old.data.train, settings.data.train)
         of_data.add("data.train")
-    moved = settings.store_path != old.store_path
+    moved = settings.data.store != old.data.store
     if moved and settings.store_path.is_dir():
         known = run_directory.read_run_facts(run_dir)["data_fingerprint"]
         moved = open_store(settings.store_path).fingerprint != known
