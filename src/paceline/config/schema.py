@@ -278,7 +278,7 @@ class EvaluateConfig(Section):
     max_new_tokens: int = Field(default=256, ge=1)
     """Longest answer."""
     batch_size: int = Field(default=1, ge=1)
-    """Prompts that are decoded at once. Targets with recurrent layers decode one at a time."""
+    """Prompts that are decoded at once. A target with recurrent layers reads them one after another."""
     dtype: Literal["float64", "float32", "bfloat16", "float16"] | None = None
     """Compute type of the decode loop. Unset: `target.dtype`, in which the target fits its card. In float64 the output
     must equal greedy decoding exactly; that of 16 bits differs wherever two tokens are nearly equal."""

@@ -2,6 +2,7 @@
 
 Each sequence has a row of columns, and a table says which position of its sequence a column holds, or none: rejected
 drafts, padding and the ends of shorter rows leave holes, which masks hide. When holes take too much, columns are moved.
+Recurrent state has no columns: there each sequence keeps a cache for itself, and they are read one after another.
 
 Shape letters: B sequences, T new tokens, C columns, V vocabulary, N taps, H hidden size.
 """
@@ -12,6 +13,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from paceline.decode.kv_cache import GrowingLayer, new_cache
 from paceline.decode.masked_forward import MaskedForward, Visibility, check_masks
@@ -93,3 +95,45 @@ class BatchSession:
 
     def _layers(self) -> list[GrowingLayer]:
         return [layer for layer in self._cache.layers if isinstance(layer, GrowingLayer)]
+
+
+class SeparateRows:
+    """Reads tokens of several sequences one after another; for targets with recurrent state. As `BatchSession`."""
+
+    def __init__(self) -> None:
+        self._rows: list[TargetSession] = []
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each sequence."""
+        return [row.length for row in self._rows]
+
+    def add(self, session: TargetSession) -> None:
+        """Takes a sequence that was begun alone, as the last row."""
+        self._rows.append(session)
+
+    def read(self, ids: Tensor, counts: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """See `BatchSession.read`; zeros beyond `counts`."""
+        found = [
+            row.read(ids[place, :count]) for place, (row, count) in enumerate(zip(self._rows, counts, strict=True))
+        ]
+        logits = pad_sequence([part for part, _ in found], batch_first=True)
+        return logits, pad_sequence([part for _, part in found], batch_first=True)
+
+    def rewind(self, lengths: Sequence[int]) -> None:
+        """Forgets each row's tokens from a position on."""
+        for row, length in zip(self._rows, lengths, strict=True):
+            row.rewind(length)
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Keeps some rows, in this order."""
+        self._rows = [self._rows[row] for row in rows]
+
+
+def open_batch(target: TargetModel) -> BatchSession | SeparateRows:
+    """Room for several sequences.
+
+    Raises:
+        TargetError: the target cannot continue from its cache, or takes no masks from outside.
+    """
+    return SeparateRows() if TargetSession(target).replays else BatchSession(target)

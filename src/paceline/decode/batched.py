@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from paceline.decode.answers import Answer, Decoded, Pass, prompt_tensor
-from paceline.decode.batch_session import BatchSession
+from paceline.decode.batch_session import BatchSession, SeparateRows, open_batch
 from paceline.decode.compatibility import check_pair
 from paceline.decode.kv_cache import enlarged
 from paceline.decode.loop import head_logits, inference, num_drafts
@@ -106,7 +106,7 @@ def batch_decode(
     """Answers prompts with drafts, several at a time.
 
     Args:
-        target: the verifying model; all its layers attend.
+        target: the verifying model.
         network: the drafter.
         prompts: tokens of each prompt.
         batch_size: prompts at a time.
@@ -119,11 +119,11 @@ def batch_decode(
         An answer for each prompt, in order; its seconds are its share of those of the passes.
 
     Raises:
-        TargetError: the target has recurrent layers or takes no masks.
+        TargetError: the target takes no masks.
         DataError, DrafterError: as `speculative_decode`.
     """
     check_pair(target, network.spec)
-    session, context = BatchSession(target), BatchContext(network)
+    session, context = open_batch(target), BatchContext(network)
     done: dict[int, Decoded] = {}
     rows: list[_PromptRow] = []
     waiting = list(range(len(prompts)))[::-1]
@@ -167,7 +167,11 @@ def _begin(
 
 
 def _pass(
-    target: TargetModel, network: Drafter, session: BatchSession, context: BatchContext, rows: list[_PromptRow]
+    target: TargetModel,
+    network: Drafter,
+    session: BatchSession | SeparateRows,
+    context: BatchContext,
+    rows: list[_PromptRow],
 ) -> None:
     """Drafts and verifies one block of every row."""
     if not rows:

@@ -14,11 +14,11 @@ import torch
 
 from paceline.config import EvaluateConfig
 from paceline.decode.answers import Decoded
+from paceline.decode.batch_session import open_batch
 from paceline.decode.batched import batch_decode
 from paceline.decode.chain import speculative_decode
 from paceline.decode.compatibility import check_pair, fitting
 from paceline.decode.loop import plain_decode
-from paceline.decode.masked_forward import check_masks
 from paceline.decode.sampling import Greedy, Sampled, TokenChooser
 from paceline.decode.session import TargetSession
 from paceline.decode.tree import tree_decode
@@ -49,7 +49,7 @@ def check_way(target: TargetModel, settings: EvaluateConfig) -> None:
         TargetError: several prompts at once, or draft trees, on a target that cannot: one line with the reason.
     """
     if settings.batch_size > 1:
-        check_masks(target)
+        open_batch(target)
     elif settings.tree_budget is not None:
         TargetSession(target).check_branches()
 
@@ -276,8 +276,6 @@ def lossless(
 
 @torch.no_grad()
 def _logit_gap(target: TargetModel, prefix: Sequence[int], one: int, other: int) -> tuple[float, float]:
-    from paceline.decode.session import TargetSession
-
     logits, _ = TargetSession(target).read(torch.tensor(list(prefix), device=target.device), last_only=True)
     row = logits[-1].double()
     return abs(float(row[one] - row[other])), float(row.abs().max())

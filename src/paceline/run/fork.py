@@ -22,7 +22,7 @@ from paceline.run.build import resolve_models, step_after
 from paceline.run.warm_start import FORKED, check_init, init_lines
 from paceline.text import masked
 
-METRICS = "metrics.jsonl"
+LINES = ("metrics.jsonl", "micro_batches.jsonl")
 """Copied whole; the new run's first start takes off what is behind its step."""
 
 
@@ -85,8 +85,9 @@ def _continued(run_dir: Path, old: Settings, settings: Settings, step: int) -> l
         entries = [asdict(known) for known in (*changes, *([change] if change.changed else []))]
         write_text(aside / CHANGES, json.dumps(entries, indent=1) + "\n")
         _copy_checkpoint(run_dir, aside, step)
-        if (run_dir / METRICS).is_file():
-            shutil.copyfile(run_dir / METRICS, aside / METRICS)
+        for name in LINES:
+            if (run_dir / name).is_file():
+                shutil.copyfile(run_dir / name, aside / name)
         for kind in ("evaluations", "others", "servers"):
             for entry in run_directory.read_evaluations(run_dir, kind):
                 if entry["step"] <= step:
