@@ -252,6 +252,7 @@ def _pipeline(
     """One process for each target device and each drafter device, and the coordinator in this one."""
     from paceline.drafter.stage import DrafterStage
     from paceline.target_model.stage import TargetStage
+    from paceline.target_model.vllm_stage import VllmStage
 
     settings, flow, steps = run.settings, run.settings.flow, run.remaining
     validation = run.plan.validation_batches(run.heldout)
@@ -266,17 +267,19 @@ def _pipeline(
     with rank_groups(run.nodes, len(flow.drafter_devices)) as groups:
         try:
             for number, device in enumerate(flow.target_devices):
-                name, arguments = f"target {number} ({device})", (settings.target, run.taps, device, pool)
-                ahead = tasks_in_flight(device)
-                targets.append(
-                    WorkerProcess(name, TargetStage, arguments, device=device, max_outstanding=ahead, **computing)
-                )
+                name, ahead = f"target {number} ({device})", tasks_in_flight(device)
+                arguments: tuple[Any, ...] = (settings.target, run.taps, device, pool)
+                if settings.target.engine == "vllm":
+                    log = run.run_dir / f"vllm-{run.nodes.here.number}-{number}.log"
+                    arguments += (settings.data.max_length, log)
+                stage = VllmStage if settings.target.engine == "vllm" else TargetStage
+                targets.append(WorkerProcess(name, stage, arguments, device=device, max_outstanding=ahead, **computing))
             for rank, device in enumerate(flow.drafter_devices):
                 name, build = f"drafter {rank} ({device})", learner_factory(run, rank, groups[rank])
                 profile = _profile(run) if rank == 0 and run.nodes.first else None
                 writer = checkpoint_writer(run) if rank == 0 and run.nodes.first else None
-                stage = (build, pool, writer, profile, run.plan.total_steps, run.nodes.here.count > 1)
-                drafters.append(WorkerProcess(name, DrafterStage, stage, device=device, **computing))
+                of_rank = (build, pool, writer, profile, run.plan.total_steps, run.nodes.here.count > 1)
+                drafters.append(WorkerProcess(name, DrafterStage, of_rank, device=device, **computing))
             work = Work(steps, feed, validation, run.plan.largest_batches())
             coordinator = Coordinator(
                 targets,

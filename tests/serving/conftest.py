@@ -26,7 +26,10 @@ from paceline.drafter.spec import derive_spec
 from paceline.evaluate.prompts import PromptRenderer, render_prompts
 from paceline.target_model.load import load_target
 from processes import free_port
+from small_runs import few_chats, make_run, shared_store
 from tiny_targets import SMALL, save_tiny
+
+__all__ = ["few_chats", "make_run", "shared_store"]
 
 HERE = Path(__file__).parent
 SERVED = {"vocab_size": 2048, "max_position_embeddings": 1024, "eos_token_id": 2}

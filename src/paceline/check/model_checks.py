@@ -13,9 +13,11 @@ from paceline.config import EvaluateConfig
 from paceline.decode.session import TargetSession
 from paceline.errors import TargetError
 from paceline.evaluate.evaluate import evaluate
+from paceline.target_model.engine_proof import prove_engine
 from paceline.target_model.preconditions import slow_layers
 from paceline.target_model.row_check import TOLERANCE
 from paceline.target_model.tap_guard import guard_first_batch
+from paceline.target_model.vllm_target import VllmTarget
 from paceline.text import duration, size
 from paceline.types import PlannedStep
 
@@ -60,7 +62,33 @@ def check_taps(context: CheckContext) -> CheckResult:
         f"layers {', '.join(f'{layer} (RMS {value:.3g})' for layer, value in rms.items())}; batch against alone "
         f"{error:.1e}; the neighbouring layer differs by {change:.1%}"
     )
-    return CheckResult("taps", "pass", detail, figures={"rms": rms, "batch_error": error, "shift_change": change})
+    figures: dict[str, object] = {"rms": rms, "batch_error": error, "shift_change": change}
+    if context.settings.target.engine == "vllm":
+        version, errors = engine_errors(context)
+        figures["engine_errors"] = errors
+        detail += f"; vllm {version} differs from transformers by {max(errors):.1e} (relative)"
+    return CheckResult("taps", "pass", detail, figures=figures)
+
+
+def engine_errors(context: CheckContext) -> tuple[str, list[float]]:
+    """Version of the run's vLLM, and the largest relative error of its states per layer, on a small real batch.
+
+    Raises:
+        TargetError: vLLM does not run the target, or computes other states.
+    """
+    settings = context.settings
+    target = VllmTarget(
+        settings.target,
+        context.target.taps,
+        settings.flow.target_devices[0],
+        with_last=settings.objective.needs_teacher,
+        longest=settings.data.max_length,
+        log=context.folder / "vllm.log",
+    )
+    try:
+        return target.version, prove_engine(context.target, target.features(context.few.host), f"vllm {target.version}")
+    finally:
+        target.close()
 
 
 @dataclass(frozen=True, slots=True)

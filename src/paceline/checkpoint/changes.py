@@ -22,6 +22,9 @@ from paceline.text import parsed_json
 CHANGES = "changes.json"
 FREE = (
     *("flow", "checkpoint", "evaluate", "observe"),
+    *("target.engine", "target.vllm_environment", "target.vllm_patience_s"),
+    *(f"target.vllm.{name}" for name in ("tensor_parallel_size", "gpu_memory_utilization", "enforce_eager")),
+    *(f"target.vllm.{name}" for name in ("max_model_len", "max_num_batched_tokens", "max_num_seqs")),
     *("target.path", "data.train", "data.heldout", "data.store", "data.workers", "data.verify"),
     *("drafter.attention", "drafter.head", "drafter.head_chunk", "drafter.positions_per_pass", "drafter.recompute"),
     *("drafter.diagnose_every", "drafter.diagnose_share", "optimizer.shard", "train.deterministic"),

@@ -28,8 +28,8 @@ from paceline.version import __version__
 SETTINGS, RUN, CHECKPOINTS, EVALUATION = "settings.yaml", "run.json", "checkpoints", "evaluation.json"
 EXPORTS = "export"
 
-STEERED_FACTS = ("total_steps",)
-"""Facts that follow from settings that may change."""
+STEERED_FACTS = ("total_steps", "engine")
+"""Facts that follow from settings that may change; of the engine, its version too."""
 OF_SETTINGS = ("drafter", "init")
 """Facts that follow from settings: where those have changed, they are not separate errors."""
 

@@ -13,7 +13,16 @@ from typing import Any
 
 from paceline.config.schema import Settings
 
-PATHS = ("run_dir", "target.path", "target.adapter", "data.train", "data.heldout", "data.store", "drafter.init")
+PATHS = (
+    "run_dir",
+    "target.path",
+    "target.adapter",
+    "data.train",
+    "data.heldout",
+    "data.store",
+    "drafter.init",
+    "target.vllm_environment",
+)
 """Settings that hold a path, or a list of paths."""
 _MADE = ("run_dir", "data.store")
 """Those that a run makes; the others must be there."""

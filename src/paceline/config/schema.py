@@ -24,6 +24,13 @@ MAX_COUNT = 2**31 - 1
 """Tokens, widths and samples are counted in 31 bits."""
 
 
+SET_FOR_VLLM = (
+    *("model", "dtype", "trust_remote_code", "skip_tokenizer_init", "enable_prefix_caching"),
+    *("speculative_config", "kv_transfer_config"),
+)
+"""Options of vLLM that paceline sets itself."""
+
+
 class TargetConfig(Section):
     """The frozen language model that the drafter will speed up."""
 
@@ -50,6 +57,31 @@ class TargetConfig(Section):
     Unset: all of it on the worker's entry of `flow.target_devices`."""
     trust_remote_code: bool = False
     """Whether code that comes with the target may run."""
+
+    engine: Literal["transformers", "vllm"] = "transformers"
+    """What runs the target in training: transformers in the worker itself, or vLLM in a process beside it."""
+    vllm: dict[str, Any] = {}
+    """Options of vLLM's engine under its own names, such as tensor_parallel_size, max_num_batched_tokens,
+    gpu_memory_utilization, quantization."""
+    vllm_environment: str | None = None
+    """Folder of the virtual environment that vLLM is installed in. Unset: that of this Python."""
+    vllm_patience_s: float = Field(default=60.0, gt=0)
+    """vLLM is ended where it makes no step for this long while it has work."""
+    prove_engine: bool = True
+    """Compare vLLM's features of the first batch with those of transformers, which loads the target on the CPU
+    for it."""
+
+    @model_validator(mode="after")
+    def _engine_fits(self) -> TargetConfig:
+        if self.engine == "transformers" and self.vllm:
+            raise ValueError("vllm: these options are read by engine: vllm alone; set it, or drop them")
+        if ours := [name for name in SET_FOR_VLLM if name in self.vllm]:
+            raise ValueError(f"vllm: {', '.join(ours)} is set by paceline; drop it")
+        if self.engine == "vllm" and (self.adapter or self.device_map or self.path.endswith(".gguf")):
+            raise ValueError("engine: vllm takes a plain folder; drop adapter and device_map, and give no .gguf file")
+        if self.engine == "vllm" and self.quantization != "stored":
+            raise ValueError("quantization: with engine: vllm it is an option of vLLM; set vllm: {quantization: ...}")
+        return self
 
     @field_validator("device_map", mode="before")
     @classmethod

@@ -29,6 +29,7 @@ from paceline.run.warm_start import check_init
 from paceline.target_model.facts import describe_target
 from paceline.target_model.preconditions import check_loadable, check_repeatable
 from paceline.target_model.taps import check_taps, default_taps
+from paceline.target_model.vllm_environment import engine_name, find_vllm
 from paceline.types import HostBatch, PlannedStep, TargetFacts
 
 Made = TypeVar("Made")
@@ -57,6 +58,8 @@ def resolve_models(settings: Settings) -> Models:
     Raises:
         PacelineError: one line per error, those of taps, mask token and sizes together.
     """
+    if settings.target.engine == "vllm":
+        find_vllm(settings.target)
     check_loadable(settings.target, devices_of(settings.flow.target_devices[0])[0])
     if settings.train.deterministic:
         check_repeatable(settings.target, settings.flow.target_devices[0])
@@ -126,7 +129,7 @@ def build_run(settings: Settings, models: Models, nodes: Nodes = ALONE) -> Run:
             heldout = open_store(settings.heldout_store_path, verify=settings.data.verify)
         check_saving(settings, spec, facts, heldout is not None)
         check_background_evaluation(settings)
-        of_run = {**_facts_of_run(models, source, plan), **_init(settings, spec)}
+        of_run = {**_facts_of_run(settings, models, source, plan), **_init(settings, spec)}
         run_directory.open_run(settings, of_run, first)
     first = nodes.agree(_facts_of_machine(settings, models, source, plan), first)
     return Run(settings, run_dir, facts, models.taps, spec, source, heldout, plan, first, nodes, damaged, change)
@@ -205,12 +208,13 @@ def _replicas(settings: Settings, nodes: Nodes) -> int:
     return nodes.here.count * len(settings.flow.drafter_devices)
 
 
-def _facts_of_run(models: Models, source: TokenStore, plan: TrainingPlan) -> dict[str, Any]:
+def _facts_of_run(settings: Settings, models: Models, source: TokenStore, plan: TrainingPlan) -> dict[str, Any]:
     """What makes the run what it is, beside its settings."""
     return {
         "drafter": models.spec.to_dict(),
         "target": dict(models.facts.identity),
         "target_fingerprint": models.facts.fingerprint,
+        "engine": engine_name(settings.target),
         "data_fingerprint": source.fingerprint,
         "total_steps": plan.total_steps,
         "replicas": plan.replicas,

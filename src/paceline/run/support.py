@@ -56,6 +56,8 @@ def _mode_errors(settings: Settings, node: NodeInfo) -> Iterator[str]:
         yield "target.device_map: a group in flow.target_devices spreads the target already; drop one of the two"
     if flow.mode != "inline":
         return
+    if settings.target.engine == "vllm":
+        yield "flow.mode: inline runs the target itself, and target.engine: vllm has a process of its own; use pipeline"
     if groups:
         yield "flow.target_devices: groups need flow.mode: pipeline; inline knows target.device_map"
     if len(flow.target_devices) + len(flow.drafter_devices) > 2:
