@@ -21,7 +21,7 @@ from paceline.types import StepReport
 MICRO_BATCHES_FILE = "micro_batches.jsonl"
 
 
-class _Place(msgspec.Struct):
+class _StepOnly(msgspec.Struct):
     step: int
 
 
@@ -92,7 +92,7 @@ def _length_to_keep(path: Path, first_step: int) -> int:
     with path.open("rb") as file:
         for line in file:
             try:
-                step = msgspec.json.decode(line, type=_Place).step
+                step = msgspec.json.decode(line, type=_StepOnly).step
             except msgspec.DecodeError as error:
                 if not line.endswith(b"\n"):  # cut off by a kill
                     break
