@@ -52,6 +52,19 @@ def open_itself(path: Path, flags: int, mode: int = 0o666) -> int:
         raise
 
 
+def make_folder(path: Path) -> None:
+    """Make a folder and those above it, so that their names are on the disk when the function returns.
+
+    Raises:
+        OSError: as the system says.
+    """
+    if path.is_dir():
+        return
+    make_folder(path.parent)
+    path.mkdir(exist_ok=True)
+    flush_entry(path.parent)
+
+
 @contextmanager
 def replacing(path: Path) -> Generator[Path]:
     """The path at which a file or folder is to be written; it takes the place of ``path`` when the block ends well.

@@ -23,7 +23,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from paceline.atomic_files import ASIDE, remove, replacing
+from paceline.atomic_files import ASIDE, make_folder, remove, replacing
 from paceline.checkpoint.retention import Best, Candidate, kept
 from paceline.checkpoint.run_directory import (
     CHECKPOINTS,
@@ -100,7 +100,7 @@ def write_checkpoint(
     if (final / NOTE).is_file():
         return final
     try:
-        final.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(final.parent)
         with replacing(final) as aside:
             aside.mkdir()
             _write_files(aside, step, state, {**_of_run(run_dir), **(note or {})})

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from paceline.atomic_files import write_text
+from paceline.atomic_files import make_folder, write_text
 from paceline.checkpoint.changes import FREE, STEERED, add_change, change_asked, kind_of
 from paceline.config import Settings, absolute_paths, dump_settings, load_settings, named_values
 from paceline.errors import ConfigError, RunDirectoryError
@@ -175,7 +175,7 @@ def _open(run_dir: Path, settings: Settings, facts: Mapping[str, Any], step: int
             write_text(run_dir / RUN, json.dumps(now, indent=2) + "\n")
         _write_settings(run_dir, settings)
         return run_dir
-    run_dir.mkdir(parents=True, exist_ok=True)
+    make_folder(run_dir)
     write_text(run_dir / RUN, json.dumps(facts, indent=2) + "\n")
     _write_settings(run_dir, settings)
     return run_dir

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import filelock
 
-from paceline.atomic_files import open_itself
+from paceline.atomic_files import make_folder, open_itself
 from paceline.errors import RunDirectoryError
 from paceline.text import first_line
 
@@ -56,7 +56,7 @@ def hold_run(run_dir: Path) -> Generator[None]:
 
 
 def _acquired(path: Path, run_dir: Path) -> filelock.BaseFileLock:
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     os.close(open_itself(path, os.O_WRONLY | os.O_CREAT, 0o644))
     lock = filelock.FileLock(path, thread_local=False, fallback_to_soft=False)
     try:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from paceline.atomic_files import replacing
+from paceline.atomic_files import make_folder, replacing
 from paceline.checkpoint.run_directory import EXPORTS
 from paceline.errors import ExportError
 from paceline.text import first_line, parsed_json
@@ -62,7 +62,7 @@ def appearing(folder: str | Path) -> Generator[Path]:
         raise ExportError(f"{final}: is a file; give a folder for the drafter")
     if final.is_dir() and any(final.iterdir()) and not (final / MARKER).is_file():
         raise ExportError(f"{final}: holds something else than a drafter (no {MARKER}); give another folder")
-    final.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(final.parent)
     with replacing(final) as aside:
         aside.mkdir()
         yield aside

@@ -12,7 +12,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from paceline.atomic_files import replacing, write_text
+from paceline.atomic_files import make_folder, replacing, write_text
 from paceline.checkpoint import checkpoints, run_directory
 from paceline.checkpoint.changes import CHANGES, change_asked, read_changes
 from paceline.config import Settings, absolute_paths, dump_settings
@@ -78,7 +78,7 @@ def _continued(run_dir: Path, old: Settings, settings: Settings, step: int) -> l
     changes = [replace(known, step=min(known.step, step)) for known in read_changes(run_dir)]
     facts = {**run_directory.read_run_facts(run_dir), "forked_from": _origin(run_dir, step)}
     data = settings.data.model_copy(update={"store": str(old.store_path.absolute())})
-    out.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(out.parent)
     with replacing(out) as aside:
         aside.mkdir()
         _write_run(aside, out, facts, settings.model_copy(update={"data": data}))
@@ -108,7 +108,7 @@ def _begun(
     )
     begins = {"step": step, "epoch": epoch}
     facts = {"forked_from": _origin(run_dir, step), "begins": begins}
-    out.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(out.parent)
     with replacing(out) as aside:
         aside.mkdir()
         _write_run(aside, out, facts, settings.model_copy(update={"drafter": drafter}))
