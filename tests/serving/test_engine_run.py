@@ -14,8 +14,11 @@ from typing import Any
 
 import pytest
 
+from paceline.check.context import CheckContext, CheckLimits
+from paceline.check.model_checks import check_taps
 from paceline.checkpoint.checkpoints import steps
 from paceline.cli import main
+from paceline.config import load_settings
 from paceline.target_model.vllm_side.paceline_memory import shared_files
 from small_runs import MakeRun
 
@@ -36,8 +39,11 @@ def _losses(run_dir: Path) -> list[float]:
     return [line["values"]["loss"] for line in lines if line["kind"] == "step"]
 
 
-def test_both_engines_train_the_same_drafter(make_run: MakeRun, vllm_settings: dict[str, Any]) -> None:
-    plain, other = make_run("plain"), make_run("engine", **vllm_settings)
+@pytest.mark.parametrize("prove", [True, False], ids=["proved", "teacher, not proved"])
+def test_both_engines_train_the_same_drafter(make_run: MakeRun, vllm_settings: dict[str, Any], prove: bool) -> None:
+    objective = {"terms": {"ce": 1.0} if prove else {"ce": 0.5, "kl": 0.5}}
+    vllm_settings["target"]["prove_engine"] = prove
+    plain, other = make_run("plain", objective=objective), make_run("engine", objective=objective, **vllm_settings)
     assert main(["train", str(plain)]) == 0
     assert main(["train", str(other)]) == 0
     run_dir = other.with_suffix("")
@@ -109,3 +115,11 @@ def test_a_lost_engine_is_named_and_resumed(
     more = max(steps(run_dir)) + 2
     assert main(["train", str(settings), "--train.max_steps", str(more), "--yes"]) == 0
     assert max(steps(run_dir)) == more
+
+
+def test_check_proves_the_engine(make_run: MakeRun, vllm_settings: dict[str, Any]) -> None:
+    settings = load_settings(make_run("checked", **vllm_settings))
+    context = CheckContext(settings, Path(settings.run_dir).parent, CheckLimits(rows=16))
+    found = check_taps(context)
+    assert "differs from transformers by" in found.detail
+    assert len(found.figures["engine_errors"]) == 3 and max(found.figures["engine_errors"]) < 1e-4
