@@ -109,7 +109,7 @@ def test_gauges_are_those_that_workers_log(tmp_path, monkeypatch):
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"kind": "step", "step": 1, "values": logged}) + "\n")
     assert gpu_runs.gauges(bench).status == "fail"
     sink: dict[str, int] = {}
-    telemetry = PipelineTelemetry(SimpleNamespace(gauge=sink.__setitem__, span=lambda *_: None), 1, 1)
+    telemetry = PipelineTelemetry(SimpleNamespace(gauge=sink.__setitem__, span=lambda *_: None), 1, 1, {})
     telemetry.memory("target_0", 3, 4)
     telemetry.depths((), [], 0)
     assert sink["memory_peak/target_0_gpu_bytes"] == 4

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -19,6 +19,14 @@ from paceline.checkpoint import checkpoints
 from paceline.cli import main
 
 MakeRun = Callable[..., Path]
+
+
+@pytest.fixture(autouse=True)
+def terminals_can_close() -> Iterator[None]:
+    """Runs inherit what happens at SIGHUP; where the tests were started with nohup, it is ignored."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
 def until(reached: Callable[[], bool], process: subprocess.Popen, log: Path) -> None:

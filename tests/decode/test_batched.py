@@ -86,7 +86,7 @@ def test_sampled_answers_do_not_depend_on_their_company(make_pair, prompts):
     assert [decoded.ids for decoded in together] == alone
 
 
-def test_prompts_on_a_recurrent_target_answer_what_they_answer_alone(make_pair, prompts):
+def test_prompts_on_a_recurrent_target_answer_as_alone(make_pair, prompts):
     """Each row keeps a state for itself, and rejected drafts of one leave nothing in another's."""
     target, network = make_pair("qwen3_5_text")
     asked = prompts[1:4]

@@ -199,9 +199,8 @@ class VllmTarget:
 
     def _await_marks(self, rows: list[int], host: HostBatch) -> None:
         """Until each of these documents is there, or aborted."""
-        places = torch.tensor(rows)
         for _ in self._waiting(f"hands over batch {host.planned.index}", self._settings.vllm_patience_s):
-            if bool((self._memory.marks[places].abs() == self._ticket).all()):
+            if bool((self._memory.marks[rows].abs() == self._ticket).all()):
                 return
             time.sleep(POLL_S)
 

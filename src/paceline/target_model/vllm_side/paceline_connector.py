@@ -131,6 +131,5 @@ class PacelineConnector(ExampleHiddenStatesConnector):
             return Copy(document, states, None)
         host = torch.empty(states.shape, dtype=states.dtype, pin_memory=True)
         host.copy_(states, non_blocking=True)
-        copied = torch.cuda.Event()
-        copied.record()
-        return Copy(document, host, copied)
+        stream = torch.cuda.current_stream(states.device)
+        return Copy(document, host, stream.record_event())
