@@ -297,6 +297,7 @@ class _PlainUnpickler(pickle.Unpickler):
     """Takes what the metadata of a DCP folder holds, and no other name."""
 
     def find_class(self, module_name: str, global_name: str, /) -> Any:
+        """The class of a name that checkpoints need; an error for all other names."""
         if global_name not in PICKLED.get(module_name, ()):
             raise pickle.UnpicklingError(f"holds {module_name}.{global_name}, which no checkpoint needs")
         return super().find_class(module_name, global_name)
@@ -306,6 +307,7 @@ class _PlainReader(FileSystemReader):
     """A DCP folder on the disk, whose metadata runs no code."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """The folder's metadata, read by `_PlainUnpickler`."""
         with (Path(self.path) / ".metadata").open("rb") as file:
             metadata: Metadata = _PlainUnpickler(file).load()
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
