@@ -10,9 +10,15 @@ from typing import Any
 import pytest
 import yaml
 
-from paceline.config import load_settings
+from paceline.config import DrafterConfig, load_settings
+from paceline.data.tokenizer import load_tokenizer
+from paceline.drafter.network import Drafter
+from paceline.drafter.spec import derive_spec
+from paceline.export.zlab import write_zlab
 from paceline.run.build import build_run, resolve_models
 from paceline.run.run import Run
+from paceline.target_model.facts import describe
+from paceline.target_model.taps import default_taps
 
 MakeRun = Callable[..., Path]
 
@@ -70,3 +76,12 @@ def make_run(tmp_path: Path, demo_assets: Path, few_chats: Path, shared_store: P
         return path
 
     return make
+
+
+def export_random_drafter(out: Path, target: str) -> str:
+    """A z-lab folder of a drafter of one layer and block 4 that has learned nothing."""
+    facts = describe(target)
+    mask = load_tokenizer(target, False).mask_token_id
+    spec = derive_spec(DrafterConfig(num_layers=1, block_size=4), facts, default_taps(facts.num_layers, 2), mask)
+    write_zlab(out, spec, Drafter(spec).state_dict(), facts, dtype="float32")
+    return str(out)

@@ -11,16 +11,12 @@ import pytest
 from rich.console import Console
 
 from paceline.cli import chat, command, main
-from paceline.config import DrafterConfig, TargetConfig
+from paceline.config import TargetConfig
 from paceline.data.token_text import TokenText, text_pieces
 from paceline.data.tokenizer import load_tokenizer
 from paceline.decode.loop import greedy_decode
-from paceline.drafter.network import Drafter
-from paceline.drafter.spec import derive_spec
-from paceline.export.zlab import write_zlab
-from paceline.target_model.facts import describe
 from paceline.target_model.load import load_target
-from paceline.target_model.taps import default_taps
+from small_runs import export_random_drafter
 
 QUESTION = "Describe the parameters of `json.dumps`: `obj`."
 
@@ -29,12 +25,8 @@ QUESTION = "Describe the parameters of `json.dumps`: `obj`."
 def words(demo_assets: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """The command with an exported random drafter of the embedded target."""
     target = str(demo_assets / "target")
-    facts = describe(target)
-    mask = load_tokenizer(target, False).mask_token_id
-    spec = derive_spec(DrafterConfig(num_layers=1, block_size=4), facts, default_taps(facts.num_layers, 2), mask)
-    out = tmp_path_factory.mktemp("drafter") / "zlab"
-    write_zlab(out, spec, Drafter(spec).state_dict(), facts, dtype="float32")
-    return ["chat", str(out), "--target", target, "--evaluate.max-new-tokens", "24"]
+    out = export_random_drafter(tmp_path_factory.mktemp("drafter") / "zlab", target)
+    return ["chat", out, "--target", target, "--evaluate.max-new-tokens", "24"]
 
 
 def own_answer(demo_assets: Path, messages: list[dict[str, str]]) -> str:

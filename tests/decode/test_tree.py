@@ -167,6 +167,20 @@ def test_tree_output_is_the_targets_own(make_pair, prompts, model_type, budget):
         assert stopped.ids == whole[: whole.index(stop) + 1]
 
 
+def nearly_right(answer, first, slots):
+    """Drafts with the answer's own tokens in second place: a wrong one looks a little better in every slot."""
+
+    def logits(target, drafts, token, position):
+        found = torch.zeros(slots, 97)
+        for slot in range(slots):
+            right = answer[position - first + 1 + slot]
+            found[slot, right] = 12.0
+            found[slot, (right + 7) % 97] = 12.5
+        return found
+
+    return logits
+
+
 @pytest.mark.parametrize("room", [4, 256], ids=["growing", "roomy"])
 @pytest.mark.parametrize("model_type", ["qwen3", "mistral", "gemma2"])
 def test_trees_that_know_the_answer_accept_whole_branches(make_pair, prompts, monkeypatch, model_type, room):
@@ -181,15 +195,7 @@ def test_trees_that_know_the_answer_accept_whole_branches(make_pair, prompts, mo
     prompt = prompts[4]
     whole = greedy_decode(target, prompt, max_new_tokens=60).ids
 
-    def informed(target, drafts, token, position):
-        place = position - len(prompt)
-        logits = torch.zeros(5, 97)
-        for slot in range(5):
-            logits[slot, whole[place + 1 + slot]] = 12.0
-            logits[slot, (whole[place + 1 + slot] + 7) % 97] = 12.5  # a wrong token looks better
-        return logits
-
-    monkeypatch.setattr(module, "draft_logits", informed)
+    monkeypatch.setattr(module, "draft_logits", nearly_right(whole, len(prompt), 5))
     decoded = tree_decode(target, network, prompt, max_new_tokens=40, budget=62)
     assert decoded.ids == whole[:40] and max(decoded.accepted) >= 4
 
@@ -223,15 +229,7 @@ def test_trees_on_recurrent_targets_accept_whole_branches(make_pair, prompts, mo
     prompt = prompts[4]
     whole = greedy_decode(target, prompt, max_new_tokens=20).ids
 
-    def informed(target, drafts, token, position):
-        place = position - len(prompt)
-        logits = torch.zeros(3, 97)
-        for slot in range(3):
-            logits[slot, whole[place + 1 + slot]] = 12.0
-            logits[slot, (whole[place + 1 + slot] + 7) % 97] = 12.5
-        return logits
-
-    monkeypatch.setattr(module, "draft_logits", informed)
+    monkeypatch.setattr(module, "draft_logits", nearly_right(whole, len(prompt), 3))
     decoded = tree_decode(target, network, prompt, max_new_tokens=12, budget=14)
     assert decoded.ids == whole[:12] and max(decoded.accepted) == 3
 

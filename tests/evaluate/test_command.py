@@ -11,14 +11,10 @@ import pytest
 from paceline.cli import evaluate as command
 from paceline.cli import main
 from paceline.cli.evaluate import device_of
-from paceline.config import DrafterConfig, load_settings
-from paceline.data.tokenizer import load_tokenizer
-from paceline.drafter.network import Drafter
-from paceline.drafter.spec import derive_spec
+from paceline.config import load_settings
 from paceline.evaluate.evaluator import conditions_of
-from paceline.export.zlab import write_zlab
 from paceline.target_model.facts import describe
-from paceline.target_model.taps import default_taps
+from small_runs import export_random_drafter
 
 LIMITS = ["--evaluate.num_prompts", "2", "--evaluate.max_new_tokens", "6"]
 
@@ -31,12 +27,7 @@ def target(demo_assets):
 @pytest.fixture(scope="module")
 def folder(target, tmp_path_factory):
     """An exported random drafter of the embedded target."""
-    facts = describe(target)
-    mask = load_tokenizer(target, False).mask_token_id
-    spec = derive_spec(DrafterConfig(num_layers=1, block_size=4), facts, default_taps(facts.num_layers, 2), mask)
-    out = tmp_path_factory.mktemp("drafter") / "zlab"
-    write_zlab(out, spec, Drafter(spec).state_dict(), facts, dtype="float32")
-    return str(out)
+    return export_random_drafter(tmp_path_factory.mktemp("drafter") / "zlab", target)
 
 
 def test_json_and_table(target, folder, demo_assets, capsys):

@@ -248,7 +248,7 @@ def versions() -> dict[str, str]:
 def _changed_settings(run_dir: Path, settings: Settings) -> Iterator[str]:
     """A line for each setting that may not change; the last also says which others changed, and which may."""
     changed = _differing(run_dir, settings)
-    fixed = fixed_changes(run_dir, settings)
+    fixed = {name: pair for name, pair in changed.items() if kind_of(name) == "fixed"}
     others = [name for name in changed if name not in fixed]
     asked = f"of the changes asked for, {', '.join(others)} may stay; " if others else ""
     allowed = f"; {asked}one run may change {', '.join((*STEERED, *FREE))}"
@@ -274,7 +274,7 @@ def _differing(run_dir: Path, settings: Settings) -> dict[str, tuple[Any, Any]]:
 def _changed_facts(run_dir: Path, facts: Mapping[str, Any]) -> Iterator[str]:
     before = read_run_facts(run_dir)
     for name in facts:
-        if name == "target" and name in before and (parts := differing_parts(before.get(name, {}), facts[name])):
+        if name == "target" and name in before and (parts := differing_parts(before[name], facts[name])):
             yield (
                 f"{run_dir}: made with another target, which differs in {', '.join(parts)}; "
                 "put back the target that it was started with, or give another run_dir"

@@ -188,39 +188,25 @@ class Chat:
     ) -> Decoded:
         from paceline.decode.chain import speculative_decode
         from paceline.decode.loop import plain_decode
-        from paceline.decode.sampling import Greedy, Sampled
         from paceline.decode.tree import tree_decode
+        from paceline.evaluate.evaluate import choice_of, tree_of
 
-        wanted = self._limits
-        choice = Sampled(wanted.temperature, wanted.seed) if wanted.temperature else Greedy()
-        stop = self._target.facts.eos_token_ids
+        limits = {
+            "max_new_tokens": limit,
+            "stop_ids": self._target.facts.eos_token_ids,
+            "choice": choice_of(self._limits, 0),
+            "on_tokens": on_tokens,
+        }
         if not drafted:
-            return plain_decode(self._target, ids, max_new_tokens=limit, stop_ids=stop, choice=choice)
-        if wanted.tree_budget is None:
-            return speculative_decode(
-                self._target,
-                self._network,
-                ids,
-                max_new_tokens=limit,
-                stop_ids=stop,
-                choice=choice,
-                on_tokens=on_tokens,
-            )
-        return tree_decode(
-            self._target,
-            self._network,
-            ids,
-            max_new_tokens=limit,
-            budget=wanted.tree_budget,
-            stop_ids=stop,
-            temperature=wanted.tree_temperature,
-            chain=wanted.tree_chain_seed,
-            choice=choice,
-            on_tokens=on_tokens,
-        )
+            return plain_decode(self._target, ids, **limits)
+        if self._limits.tree_budget is None:
+            return speculative_decode(self._target, self._network, ids, **limits)
+        return tree_decode(self._target, self._network, ids, **tree_of(self._limits), **limits)
 
     def _compared(self, ours: Decoded, alone: Decoded) -> str:
         """How much faster the drafter makes the target, and whether the answers are equal."""
+        from paceline.decode.answers import first_difference
+
         faster = ""
         if ours.passes and alone.seconds > 0:
             ratio = (len(ours.ids) - 1) / ours.seconds * alone.seconds / max(1, len(alone.ids) - 1)
@@ -229,10 +215,7 @@ class Chat:
             return faster + "sampled, so the answers differ"
         if ours.ids == alone.ids:
             return faster + "the same answer"
-        place = next(
-            (at for at, pair in enumerate(zip(ours.ids, alone.ids, strict=False)) if pair[0] != pair[1]),
-            min(len(ours.ids), len(alone.ids)),
-        )
+        place = first_difference(ours.ids, alone.ids)
         return (
             f"{faster}the answers differ from token {place + 1} on: with {str(self._target.dtype)[6:]} rounding can do "
             "that, `paceline evaluate` tells"

@@ -67,6 +67,12 @@ class Decoded:
         return sum(entry.emitted for entry in self.passes) / len(self.passes) if self.passes else float("nan")
 
 
+def first_difference(one: Sequence[int], other: Sequence[int]) -> int:
+    """The place where two answers differ first: that of a token, or the end of the shorter one."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((place for place, pair in pairs if pair[0] != pair[1]), min(len(one), len(other)))
+
+
 class Answer:
     """Collects tokens until a stop token, the length limit or the end of the target's positions.
 

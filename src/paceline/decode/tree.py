@@ -129,13 +129,11 @@ def _verify(
 def _read(session: TargetSession, tree: DraftTree, token: int, start: int) -> tuple[Tensor, Tensor]:
     """Logits [1 + N, V] and features of anchor and nodes."""
     device = session.target.device
-    count = len(tree.tokens) + 1
+    ids = torch.tensor([token, *tree.tokens.tolist()], device=device)
     if session.replays:
-        ids = torch.tensor([token, *tree.tokens.tolist()], device=device)
         return session.read_paths(ids, [[0, *(node + 1 for node in path)] for path in tree.paths() or [[]]])
-    seen = np.zeros((count, count), dtype=bool)
+    seen = np.zeros((len(ids), len(ids)), dtype=bool)
     seen[:, 0] = True
     seen[1:, 1:] = tree.visible()
-    ids = torch.tensor([token, *tree.tokens.tolist()], device=device)
     positions = start + torch.tensor([0, *tree.depths.tolist()], device=device)
     return session.read(ids, positions=positions, mask=torch.as_tensor(seen, device=device))

@@ -8,12 +8,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from paceline.config import EvaluateConfig
-from paceline.decode.answers import Decoded
+from paceline.decode.answers import Decoded, first_difference
 from paceline.decode.batch_session import open_batch
 from paceline.decode.batched import batch_decode
 from paceline.decode.chain import speculative_decode
@@ -103,9 +103,18 @@ class _Found:
     matched: list[int] = dataclasses.field(default_factory=list)
 
 
-def _choice(settings: EvaluateConfig, place: int) -> TokenChooser:
+def choice_of(settings: EvaluateConfig, place: int) -> TokenChooser:
     """How tokens of the prompt at a place are chosen; every way of decoding it draws from the same beginning."""
     return Sampled(settings.temperature, settings.seed + place) if settings.temperature else Greedy()
+
+
+def tree_of(settings: EvaluateConfig) -> dict[str, Any]:
+    """Arguments of `tree_decode` that say how trees are built."""
+    return {
+        "budget": settings.tree_budget,
+        "temperature": settings.tree_temperature,
+        "chain": settings.tree_chain_seed,
+    }
 
 
 def _decode(
@@ -120,26 +129,17 @@ def _decode(
     limits = {"max_new_tokens": settings.max_new_tokens, "stop_ids": target.facts.eos_token_ids}
     found = _Found()
     if settings.batch_size > 1:
-        ids, choices = [prompt.ids for prompt in prompts], [_choice(settings, at) for at in range(len(prompts))]
+        ids, choices = [prompt.ids for prompt in prompts], [choice_of(settings, at) for at in range(len(prompts))]
         found.answers = batch_decode(target, network, ids, batch_size=settings.batch_size, choices=choices, **limits)
     for place, prompt in enumerate(prompts):
         if settings.batch_size == 1:
-            choice = _choice(settings, place)
+            choice = choice_of(settings, place)
             found.answers.append(speculative_decode(target, network, prompt.ids, choice=choice, **limits))
         if settings.tree_budget is not None:
-            answer = tree_decode(
-                target,
-                network,
-                prompt.ids,
-                budget=settings.tree_budget,
-                temperature=settings.tree_temperature,
-                chain=settings.tree_chain_seed,
-                choice=_choice(settings, place),
-                **limits,
-            )
-            found.trees.append(answer)
+            choice = choice_of(settings, place)
+            found.trees.append(tree_decode(target, network, prompt.ids, choice=choice, **tree_of(settings), **limits))
         if check_lossless:
-            found.plain.append(plain_decode(target, prompt.ids, choice=_choice(settings, place), **limits))
+            found.plain.append(plain_decode(target, prompt.ids, choice=choice_of(settings, place), **limits))
         answer = found.answers[place]
         if check_training and answer.passes and settings.temperature == 0:
             ours, theirs = training_accepted(target, network, prompt.ids, answer)
@@ -149,7 +149,7 @@ def _decode(
             progress(place + 1, len(prompts))
     found.control = [
         speculative_decode(
-            target, network, prompt.ids, choice=_choice(settings, place), without_features=True, **limits
+            target, network, prompt.ids, choice=choice_of(settings, place), without_features=True, **limits
         )
         for place, prompt in enumerate(prompts[:CONTROL_PROMPTS])
     ]
@@ -259,10 +259,7 @@ def lossless(
         if ours.ids == theirs.ids:
             equal += 1
             continue
-        place = next(
-            (at for at, pair in enumerate(zip(ours.ids, theirs.ids, strict=False)) if pair[0] != pair[1]),
-            min(len(ours.ids), len(theirs.ids)),
-        )
+        place = first_difference(ours.ids, theirs.ids)
         entry: dict[str, str | int | float | bool] = {"prompt": prompt.id, "place": place, "error": True}
         if place < min(len(ours.ids), len(theirs.ids)):
             gap, top = _logit_gap(target, [*prompt.ids, *theirs.ids[:place]], theirs.ids[place], ours.ids[place])

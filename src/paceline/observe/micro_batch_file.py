@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -46,13 +46,13 @@ class MicroBatchFile:
                 raise
             raise self._unwritable(error) from error
 
-    def step(self, report: StepReport) -> None:
-        """The micro-batches of one optimizer step.
+    def write(self, lines: Iterable[Mapping[str, Any]]) -> None:
+        """Lines of `micro_batch_lines`.
 
         Raises:
             RunDirectoryError: disk full.
         """
-        data = b"".join(json.dumps(line).encode() + b"\n" for line in micro_batch_lines(report))
+        data = b"".join(json.dumps(line).encode() + b"\n" for line in lines)
         try:
             while data:
                 data = data[os.write(self._descriptor, data) :]

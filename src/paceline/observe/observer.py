@@ -167,8 +167,9 @@ class Observer:
         self._recent_s = _SPEED_MEMORY * previous + (1 - _SPEED_MEMORY) * report.seconds
         losses = None
         if self._micro_batches is not None:
-            self._micro_batches.step(report)
-            losses = {line["batch"]: line["loss"] for line in micro_batch_lines(report)}
+            lines = list(micro_batch_lines(report))
+            self._micro_batches.write(lines)
+            losses = {line["batch"]: line["loss"] for line in lines}
         self._draw(lambda trace: trace.step(report, time.time(), losses))
         spike = self._spikes.see(report)
         if spike is not None:

@@ -213,3 +213,9 @@ def batch_name(host: HostBatch) -> str:
     rows = [int(row) for row in planned.rows[:6]]
     more = f" and {len(planned.rows) - 6} more" if len(planned.rows) > 6 else ""
     return f"batch {planned.index} of epoch {planned.epoch} (samples {', '.join(map(str, rows))}{more})"
+
+
+ToTarget = ShareWeights | TargetTask | ValidationTask | MemoryProbe
+"""What a target worker is sent."""
+FromTarget = WeightsShared | FeaturesReady | Probed
+"""What it answers."""

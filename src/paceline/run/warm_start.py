@@ -61,7 +61,7 @@ def check_init(settings: Settings, spec: DrafterSpec) -> dict[str, Any]:
     where = str(foreign.folder)
     check_numbers(where, foreign.state)
     state = foreign.state
-    if _forked(foreign.folder):
+    if _forked(foreign):
         _check_target(where, foreign.spec, spec, settings.target.path)
         state = _fitting(state, spec)
     else:
@@ -134,9 +134,9 @@ def _moments(
     }
 
 
-def _forked(folder: Path) -> bool:
+def _forked(foreign: ForeignCheckpoint) -> bool:
     """Whether this is the checkpoint that a fork begins with, whose shape may be another."""
-    return folder.parent.parent.name == FORKED
+    return foreign.trainer == "paceline" and foreign.folder.parent.parent.name == FORKED
 
 
 def _fitting(state: Mapping[str, Tensor], spec: DrafterSpec) -> dict[str, Tensor]:

@@ -11,10 +11,12 @@ from paceline.errors import TargetError
 from paceline.pipeline.feature_pool import FeaturePool
 from paceline.pipeline.messages import (
     FeaturesReady,
+    FromTarget,
     MemoryProbe,
     Probed,
     ShareWeights,
     TargetTask,
+    ToTarget,
     ValidationTask,
     WeightsShared,
 )
@@ -59,9 +61,7 @@ class TargetStage(Stage):
         self._sent: deque[tuple[TargetTask | ValidationTask | MemoryProbe, SentBatch]] = deque()
         self._handled = 0
 
-    def handle(
-        self, message: ShareWeights | TargetTask | ValidationTask | MemoryProbe
-    ) -> Iterator[WeightsShared | FeaturesReady | Probed]:
+    def handle(self, message: ToTarget) -> Iterator[FromTarget]:
         """Compute the features of the batch's real tokens, [S, N·H], and queue their way into the task's buffer.
 
         Before the first batch: hand over what drafters take over from the target.

@@ -9,11 +9,11 @@ from paceline.config import TargetConfig
 from paceline.pipeline.feature_pool import FeaturePool
 from paceline.pipeline.messages import (
     FeaturesReady,
+    FromTarget,
     MemoryProbe,
     Probed,
     ShareWeights,
-    TargetTask,
-    ValidationTask,
+    ToTarget,
     WeightsShared,
 )
 from paceline.pipeline.process import Stage
@@ -51,9 +51,7 @@ class VllmStage(Stage):
         self._reference: TargetModel | None = load_target(settings, taps) if settings.prove_engine else None
         self._handled = 0
 
-    def handle(
-        self, message: ShareWeights | TargetTask | ValidationTask | MemoryProbe
-    ) -> Iterator[WeightsShared | FeaturesReady | Probed]:
+    def handle(self, message: ToTarget) -> Iterator[FromTarget]:
         """Features of the batch's real tokens, [S, N·H], in the task's buffer."""
         if isinstance(message, ShareWeights):
             yield WeightsShared(on_host(self._weights()))

@@ -42,7 +42,7 @@ class Documents(KVConnectorMetadata):
     complete: list[Document] = field(default_factory=list)
 
 
-@dataclass
+@dataclass(eq=False)
 class Copy:
     """States on their way out of the engine's device."""
 

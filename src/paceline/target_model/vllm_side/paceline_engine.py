@@ -37,15 +37,21 @@ def end() -> None:
     shared = shared_files(os.getpid())
     os.killpg(0, signal.SIGTERM)
     deadline = time.monotonic() + PATIENCE_S
-    try:
-        while time.monotonic() < deadline:
-            if os.waitpid(-1, os.WNOHANG) == (0, 0):
-                time.sleep(0.02)
-    except ChildProcessError:
-        pass
+    while living_children() and time.monotonic() < deadline:
+        time.sleep(0.02)
     for path in shared:
         path.unlink(missing_ok=True)
     os.killpg(0, signal.SIGKILL)
+
+
+def living_children() -> bool:
+    """Whether a child is left; those that have ended are taken off the system's list."""
+    try:
+        while os.waitpid(-1, os.WNOHANG) != (0, 0):
+            continue
+    except ChildProcessError:  # there are none
+        return False
+    return True
 
 
 def main(connection: Connection) -> None:
