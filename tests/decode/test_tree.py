@@ -196,8 +196,13 @@ def test_trees_that_know_the_answer_accept_whole_branches(make_pair, prompts, mo
     whole = greedy_decode(target, prompt, max_new_tokens=60).ids
 
     monkeypatch.setattr(module, "draft_logits", nearly_right(whole, len(prompt), 5))
-    decoded = tree_decode(target, network, prompt, max_new_tokens=40, budget=62)
+    told = []
+    decoded = tree_decode(
+        target, network, prompt, max_new_tokens=40, budget=62, on_tokens=lambda *call: told.append(call)
+    )
     assert decoded.ids == whole[:40] and max(decoded.accepted) >= 4
+    assert [token for tokens, _ in told for token in tokens] == decoded.ids
+    assert [min(accepted, len(tokens)) for tokens, accepted in told] == [0, *decoded.accepted]
 
 
 def test_sampled_walks_follow_the_target(make_pair, prompts):

@@ -195,6 +195,25 @@ def test_a_fork_on_other_data_begins_a_new_epoch_count(
     assert main(["train", str(out)]) == 0 and checkpoints.newest_step(out) == 10
 
 
+def test_a_fork_counts_epochs_of_its_own_data(make_run: MakeRun, tmp_path: Path, few_chats: Path) -> None:
+    """In the second epoch or later: other data begin with their first, the same data go on with the next step's."""
+    few, other = tmp_path / "few.jsonl", tmp_path / "other.jsonl"
+    lines = few_chats.read_text().splitlines()
+    few.write_text("\n".join(lines[:12]) + "\n")
+    other.write_text("\n".join(lines[12:24]) + "\n")
+    data = {"train": [str(few)], "store": str(tmp_path / "store")}
+    checkpoint = {"every_steps": 3, "keep_last": 9}
+    first = run_dir_of(make_run("first", data=data, checkpoint=checkpoint, train={"epochs": 9, "max_steps": 7}))
+    assert main(["train", str(first.with_suffix(".yaml"))]) == 0
+    epochs = [line["epoch"] for line in lines_of(first, "step")]
+    assert epochs[6] > 0, "the run must be behind its first epoch for this test to say anything"
+    forks = {"data": ["--data.train", f"[{other}]"], "seed": ["--seed", "7"]}
+    for name, words in forks.items():
+        assert main(["fork", str(first), "--step", "6", "--out", str(tmp_path / name), *words]) == 0
+    begins = {name: run_directory.read_run_facts(tmp_path / name)["begins"] for name in forks}
+    assert begins == {"data": {"step": 6, "epoch": 0}, "seed": {"step": 6, "epoch": epochs[6]}}
+
+
 def test_a_fork_of_another_shape_takes_what_fits(make_run: MakeRun, tmp_path: Path, capfd) -> None:
     first = run_dir_of(make_run("first", **FIRST))
     assert main(["train", str(first.with_suffix(".yaml"))]) == 0
